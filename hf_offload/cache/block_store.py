@@ -193,6 +193,15 @@ class BlockStore:
             raise
         self.length = stop
 
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """The rows' blocks as kernels read them; the arrays may be replaced when the store grows."""
+        padding = self.padding
+        return HostBlocks(
+            self._tag, self.pool.block_ptr, self.table, padding.holes, padding.valid, self.block_size,
+            self.format.packed,
+        )  # fmt: skip
+
     def view(self, length: int) -> View:
         """The `View` for a step, with unshared blocks for the tokens from `self.length` to `length - 1`."""
         pool, padding, digests, old = self.pool, self.padding, self.digests, self._view
@@ -212,10 +221,7 @@ class BlockStore:
             return old
         blocks = min(self.table.shape[1], padding.holes.shape[1])
         covered = min(padding.valid.shape[1], blocks * self.block_size)
-        held = HostBlocks(
-            self._tag, pool.block_ptr, self.table, padding.holes, padding.valid, self.block_size, self.format.packed
-        )
-        self._view = View(held, padding.first, digest, padding.revision, covered)
+        self._view = View(self.host_blocks, padding.first, digest, padding.revision, covered)
         return self._view
 
     def packed_on_arrival(self, start: int, stop: int) -> range:

@@ -581,7 +581,7 @@ def _attend_blocks(
 
     Args:
         pairs: None.
-        lists: from `make_lists`.
+        lists: from `attention_lists`.
         other, start, ahead: the last step prefetches the blocks start..start+ahead-1 of another list.
     """
     blocks, keys, step = attention.blocks, lists.keys, max(1, STEP_TOKENS // form.unit)
@@ -620,7 +620,7 @@ _attend_list = by_class({NoneType: _attend_blocks, Pairs: _attend_pairs})
 
 
 @jit
-def make_lists(attention: Any, packed: Any) -> Any:
+def attention_lists(attention: Any, packed: Any) -> Any:
     """Memory for the tokens of one part at a time: `PairRows`, of which blocks use `keys` alone.
 
     Args:
@@ -639,7 +639,7 @@ def make_lists(attention: Any, packed: Any) -> Any:
 
 
 @jit
-def make_scratch(attention: Any) -> Array:
+def attention_scratch(attention: Any) -> Array:
     """Memory for `Scratch`, float32."""
     group, row = attention.query.shape[1] // attention.counts.shape[1], 4 * attention.query.shape[2]
     spare = spare_bytes(attention.blocks.packed, attention.query.shape[2], attention.blocks.block_size)
@@ -653,7 +653,7 @@ def attend_part(
     """Attend one part of the list of one (row, KV head), the last step prefetching the first of part `following`.
 
     Args:
-        floats, lists: from `make_scratch` and `make_lists`.
+        floats, lists: from `attention_scratch` and `attention_lists`.
         following: another part; the number of all parts: none.
     """
     query, counts, parts, unit = attention.query, attention.counts, attention.parts, attention.unit
@@ -734,7 +734,11 @@ def attention_kernel(
     ticket: Array, tasks: int, full: Any, rest: Any, attention: Any, length: int, finished: Array
 ) -> None:  # fmt: skip
     """One task = one part of the list of one (row, KV head); the thread that finishes its last part merges them."""
-    parts, floats, lists = attention.parts, make_scratch(attention), make_lists(attention, attention.blocks.packed)
+    parts, floats, lists = (
+        attention.parts,
+        attention_scratch(attention),
+        attention_lists(attention, attention.blocks.packed),
+    )
     task = count_up(ticket, 0)
     while task < tasks:
         following = reserve(ticket, tasks)

@@ -11,7 +11,7 @@ query, two partials and the prompt's statistics.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,9 @@ from hf_offload.policies.fluxion.block_attention import (
     join_blocks,
     logits,
 )
-from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_at_blocks
+from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit, needed_at_blocks
 
+MOMENTS = ("mean", "variance", "skewness", "kurtosis")  # over tokens, of ‖K_cpu‖₂, ‖V_cpu‖₂ and z(q′)
 PROMPT_FEATURES = (
     "layer",  # ℓ
     "head",  # h
@@ -34,18 +35,7 @@ PROMPT_FEATURES = (
     "sink_value_norm",  # MEAN ‖V_sink‖₂
     "host_mean_key_norm",  # ‖MEAN K_cpu‖₂
     "host_mean_value_norm",  # ‖MEAN V_cpu‖₂
-    "host_key_norm_mean",  # of ‖K_cpu‖₂ over tokens
-    "host_key_norm_variance",
-    "host_key_norm_skewness",
-    "host_key_norm_kurtosis",
-    "host_value_norm_mean",  # of ‖V_cpu‖₂ over tokens
-    "host_value_norm_variance",
-    "host_value_norm_skewness",
-    "host_value_norm_kurtosis",
-    "anchor_z_mean",  # of z(q′) over tokens
-    "anchor_z_variance",
-    "anchor_z_skewness",
-    "anchor_z_kurtosis",
+    *(f"{of}_{moment}" for of in ("host_key_norm", "host_value_norm", "anchor_z") for moment in MOMENTS),
     "anchor_sink_lse",  # LSE(s_sink(q′))
     "anchor_host_lse",  # LSE(s_cpu(q′)), exact
     "anchor_local_lse",  # LSE(s_local(q′))
@@ -53,10 +43,7 @@ PROMPT_FEATURES = (
     "anchor_host_out",  # ‖O_cpu(q′)‖₂
     "anchor_local_out",  # ‖O_local(q′)‖₂
     "anchor_norm",  # ‖q′‖₂
-    "anchor_budget_16",  # bgt*(16), the budget that q′ needs by Eq. 2
-    "anchor_budget_32",
-    "anchor_budget_64",
-    "anchor_budget_128",
+    *(f"anchor_budget_{size}" for size in GRANULARITIES[1:]),  # bgt*(size), the budgets that q′ needs by Eq. 2
     "anchor_largest_out",  # max over heads of ‖Õ_h(q′)‖₂, Õ over what is on the device
 )
 STEP_FEATURES = (
@@ -76,8 +63,7 @@ FEATURES = (*PROMPT_FEATURES, *STEP_FEATURES)
 """Names of the features, in the order of their columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptStatistics:
+class PromptStatistics(NamedTuple):
     """Statistics of a prompt in one layer; the first dimension of every tensor is rows.
 
     Args:
@@ -180,12 +166,10 @@ def prompt_statistics(
     ).repeat_interleave(group, 1)
     shape, z = length.shape, sums_of.z.mean_to_kurtosis()
     heads = torch.arange(shape[1], device=anchor.device).expand(shape)
-    one = (torch.full_like(length, layer), heads.float())
-    lses = (sink[1], host_lse, newest[1])
     outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, newest[0]))
     columns = (
-        torch.stack(one, -1), kv, z, torch.stack((*lses, *outs, length), -1), budgets,
-        largest_norm(device[0])[..., None],
+        torch.stack((torch.full_like(length, layer), heads.float()), -1), kv, z,
+        torch.stack((sink[1], host_lse, newest[1], *outs, length), -1), budgets, largest_norm(device[0])[..., None],
     )  # fmt: skip
     mean_key = scale * means[:, :, 0].repeat_interleave(group, 1)
     directions = torch.stack((mean_key, anchor / length.clamp(min=1e-12)[..., None]), 2)

@@ -16,6 +16,7 @@ from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, shown
 from hf_offload.policies.base import Plan, Policy, Requirements
 from hf_offload.policies.fluxion.block_attention import BLOCK
+from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.features import PROMPT_FEATURES, PromptStatistics, prompt_statistics
 from hf_offload.policies.fluxion.predictor import (
     ConstantPredictor,
@@ -27,7 +28,6 @@ from hf_offload.policies.fluxion.predictor import (
 from hf_offload.policies.fluxion.scheduler import SCHEDULES
 from hf_offload.policies.fluxion.selector import SelectorState
 from hf_offload.policies.fluxion.step import anchor_of, attend_local, has_host_tokens, join, segments_of, select
-from hf_offload.policies.fluxion.training.labels import GRANULARITIES
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -61,9 +61,8 @@ class FluxionState(SelectorState):
     def tensors(self) -> dict[str, torch.Tensor]:
         if self.predictor is None:
             return {}
-        statistics = self.predictor.statistics
-        found = {part.name: getattr(statistics, part.name) for part in dataclasses.fields(PromptStatistics)}
-        return {**found, "blocks": torch.tensor(self.blocks, dtype=torch.int64, device="cpu")}
+        blocks = torch.tensor(self.blocks, dtype=torch.int64, device="cpu")
+        return {**self.predictor.statistics._asdict(), "blocks": blocks}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         self.predictor, self.blocks = None, 0

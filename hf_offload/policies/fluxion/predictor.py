@@ -24,9 +24,9 @@ from hf_offload.cache.fingerprint import unlikeness
 from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.fluxion.block_attention import Partial
+from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, step_features
 from hf_offload.policies.fluxion.kernels.predictor import Network, PromptArrays, pack_network
-from hf_offload.policies.fluxion.training.labels import GRANULARITIES
 
 FORMAT = 4
 """Of the file: 3 had no checksum."""
@@ -312,9 +312,7 @@ class LayerPredictor:
     @functools.cached_property
     def prompt(self) -> PromptArrays:
         """The statistics for compiled code; they must be in host memory."""
-        given = self.statistics
-        tensors = (given.fixed, given.directions, given.half_variance)
-        return PromptArrays(*(tensor.contiguous().numpy() for tensor in tensors))
+        return PromptArrays(*(tensor.contiguous().numpy() for tensor in self.statistics))
 
     def predict(self, query: torch.Tensor, sinks: Partial, newest: Partial, lengths: torch.Tensor) -> HeadProperties:
         """The properties at a step, on the device of these tensors; arguments as in `features.step_features`."""

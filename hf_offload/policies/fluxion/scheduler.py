@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -127,12 +126,6 @@ class TaskQueue:
         task = take_task(self.lists, side)
         return task if task >= 0 else None
 
-    @property
-    def shares(self) -> list[int]:
-        """How many tasks are assigned to each side."""
-        found: list[int] = self.lists.counts.tolist()
-        return found
-
     def close(self) -> None:
         """Let nobody take another task."""
         self.lists.counts.fill(0)
@@ -166,7 +159,6 @@ class DeviceTasks:
     """
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor) -> None:
-        self._layer = weakref.ref(layer)  # which holds these
         with torch.inference_mode(False):
             self.out = torch.zeros(query.shape, device=layer.device, dtype=torch.float32)
             self.lse = torch.zeros(query.shape[:2], device=layer.device, dtype=torch.float32)
@@ -184,7 +176,7 @@ class DeviceTasks:
         with self._in_stream():
             self.lse.fill_(float("-inf"))
 
-    def run(self, step: Step, selector: Selector, task: int) -> None:
+    def run(self, step: SplitStep, selector: Selector, task: int) -> None:
         """Run a task and wait for it.
 
         Args:
@@ -195,22 +187,23 @@ class DeviceTasks:
         row, head = divmod(task, step.store.num_kv_heads)
         with self._in_stream():
             count = self._attend(step, selector, row, head)
-            selector.counts[row, head] = int(count)  # waits for all that was launched for the task
+            selector.chosen.counts[row, head] = int(count)  # waits for all that was launched for the task
 
     def end(self) -> None:
         """Let the model's stream wait for the results."""
         if self._stream is not None:
             torch.cuda.current_stream(self.lse.device).wait_stream(self._stream)
 
-    def _attend(self, step: Step, selector: Selector, row: int, head: int) -> torch.Tensor:
+    def _attend(self, step: SplitStep, selector: Selector, row: int, head: int) -> torch.Tensor:
         """Choose and attend for the query heads of a KV head; the number of blocks, int32 `[]` on the device."""
         store, device = step.store, self.lse.device
         low, wanted, span = selector.runs_of(row, head, store.block_size)
         group = len(wanted)
         heads = slice(head * group, (head + 1) * group)
         query = step.query[row : row + 1, heads]
-        digests, blocks = digests_of(store), selector.end - low
-        mine = digests.of_head(store.table[row, low : selector.end], row, head, device)
+        digests, end = digests_of(store), selector.chosen.end
+        blocks = end - low
+        mine = digests.of_head(store.table[row, low:end], row, head, device)
         places = torch.arange(blocks, dtype=torch.int32, device=device)[None]
         masses = mine.score(query, places, places.new_full((2,), blocks), step.scores)[0]
         capacity = min(sum(wanted) * span, blocks)
@@ -219,11 +212,9 @@ class DeviceTasks:
         slots, listed = places[None, :, :capacity], chosen[None, None]
         shape = (1, 1, capacity, 2, store.block_size, store.head_dim)
         pool = torch.empty(shape, dtype=store.dtype, device=device)
-        layer = self._layer()
-        assert layer is not None, "a task is done within its layer's step"
-        self._fetch(layer, pool, row, head, slots, listed, count)
-        valid = layer.mirror.valid()
-        limits = layer.mirror.limits("step", step.length, store.sealed)
+        _fetch(step, pool, row, head, slots, listed, count)
+        valid = step.layer.mirror.valid()
+        limits = step.layer.mirror.limits("step", step.length, store.sealed)
         shares = paged_attention(
             query, pool, slots.contiguous(), listed, count.view(1, 1), limits,
             None if valid is None else valid[row : row + 1], **step.scores._asdict(),
@@ -232,24 +223,23 @@ class DeviceTasks:
         self.out[row, heads], self.lse[row, heads] = out[0], lse[0]
         return count
 
-    def _fetch(
-        self, layer: HybridLayer, pool: torch.Tensor, row: int, head: int, slots: torch.Tensor, blocks: torch.Tensor,
-        count: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Fetch blocks of a row and KV head into `pool`: by a kernel that reads host memory, or by the CPU."""
-        store = layer.store
-        assert store is not None
-        assert layer.resident is not None
-        if not layer.resident.read_by_kernels:
-            bring(store, pool[0, 0], row, head, blocks[0, 0, : int(count)].cpu().numpy())
-            return
-        addresses, packed = store.tables.block_ptr()[store.tables.table()[row].long()], store.format.device_layout
-        record: int | torch.Tensor = store.pool.record_bytes
-        if packed is not None:
-            record = torch.where(addresses & 1 == 1, packed.record_bytes, record)
-        addresses += head * record
-        places = torch.arange(len(addresses), dtype=torch.int32, device=pool.device)[None]
-        kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
+
+def _fetch(
+    step: SplitStep, pool: torch.Tensor, row: int, head: int, slots: torch.Tensor, blocks: torch.Tensor,
+    count: torch.Tensor,
+) -> None:  # fmt: skip
+    """Fetch blocks of a row and KV head into `pool`: by a kernel that reads host memory, or by the CPU."""
+    store = step.store
+    if not step.resident.read_by_kernels:
+        bring(store, pool[0, 0], row, head, blocks[0, 0, : int(count)].cpu().numpy())
+        return
+    addresses, packed = store.tables.block_ptr()[store.tables.table()[row].long()], store.format.device_layout
+    record: int | torch.Tensor = store.pool.record_bytes
+    if packed is not None:
+        record = torch.where(addresses & 1 == 1, packed.record_bytes, record)
+    addresses += head * record
+    places = torch.arange(len(addresses), dtype=torch.int32, device=pool.device)[None]
+    kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
 
 
 # --- the partial that both sides share -------------------------------------------------------------------------------
@@ -269,7 +259,7 @@ class ScheduledHostPartial(SelectedHostPartial):
 
     def __init__(self, layer: HybridLayer, query: torch.Tensor, schedule: str) -> None:
         super().__init__(layer, query)
-        self.queue = TaskQueue(self.selector.counts.size, schedule, layer.settings.worker.threads)
+        self.queue = TaskQueue(self.selector.chosen.counts.size, schedule, layer.settings.worker.threads)
         self.device = DeviceTasks(layer, query)
         self._lock = threading.Lock()
         self._launch: Launch | None = None
@@ -298,12 +288,11 @@ class ScheduledHostPartial(SelectedHostPartial):
             if self._sent is not None:
                 self._sent.synchronize()
             store, selector, scores = step.store, self.selector, step.scores
-            digest = selector.digest(digests_of(store), scores)  # after the query: some digests are made of it
-            launch = whole_tasks(
-                selector.make_choice(store, digest, scores), selector.make_attention(store, scores), self.queue.lists
-            )
+            launches = selector.make_choice(store, scores), selector.make_attention(store, scores)
+            launch = whole_tasks(*launches, self.queue.lists)
             tasks = selector.rank(store)
-            lengths = (selector.end - selector.first.clip(max=selector.end))[tasks // store.num_kv_heads]
+            end = selector.chosen.end
+            lengths = (end - selector.chosen.first.clip(max=end))[tasks // store.num_kv_heads]
             self.queue.fill(tasks, lengths, selector.volumes[tasks])
             self._all = len(tasks)
             self._began, self._launch = time.perf_counter(), launch

@@ -22,6 +22,7 @@ from hf_offload.policies.base import LayerState, Partial
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
     Budgets,
+    Chosen,
     budget_of,
     rank_tasks,
     retrieve_blocks,
@@ -68,22 +69,21 @@ class Selector:
         """bgt₀ and k, `[2, B, Hq]`, and streaming."""
         self.out_tensor, self.lse_tensor = buffer(*query.shape), buffer(batch, heads)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
-        (self._budget0, self._slope), self._streaming = self.properties[0].numpy(), self.properties[1].numpy()
-        self.granularities = np.empty(0, np.int32)
-        self.spans, self.runs = np.empty(groups, np.int32), np.empty((batch, heads), np.int32)
-        self.counts, self.blocks = np.zeros(groups, np.int32), np.empty((*groups, 0), np.int32)
-        self.masses = np.empty((batch, heads, 0), np.float32)
-        self.first, self.end = np.empty(0, np.int32), 0
-        self._order = np.empty(self.counts.size, np.int32)
-        self.volumes = np.zeros(self.counts.size)
-        """Bytes that each task reads (Eq. 3)."""
-        self._digest: Digest | None = None
-        self._constants: Properties | None = None
-
-    @property
-    def property_arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        (budget0, slope), streaming = self.properties[0].numpy(), self.properties[1].numpy()
+        self.property_arrays: tuple[np.ndarray, np.ndarray, np.ndarray] = budget0, slope, streaming
         """bgt₀, k and streaming of every head, for a predictor that writes them on the host."""
-        return self._budget0, self._slope, self._streaming
+        self.granularities = np.empty(0, np.int32)
+        self.masses = np.empty((batch, heads, 0), np.float32)
+        self.chosen = Chosen(
+            np.empty(0, np.int32), 0, np.empty(groups, np.int32), np.empty((batch, heads), np.int32),
+            np.empty((*groups, 0), np.int32), np.zeros(groups, np.int32),
+        )  # fmt: skip
+        self._order = np.empty(self.chosen.counts.size, np.int32)
+        self.volumes = np.zeros(self.chosen.counts.size)
+        """Bytes that each task reads (Eq. 3)."""
+        self.digest: Digest | None = None
+        """What the last choice scores with: the same object as long as the digests' arrays are the same."""
+        self._constants: Properties | None = None
 
     def set_properties(self, properties: Properties) -> None:
         """Copy properties to the buffers, in the order of the device's stream."""
@@ -100,59 +100,54 @@ class Selector:
 
     def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
         """Make room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""
-        self.granularities, self.first, self.end = granularities, first, end
+        self.granularities, self.chosen = granularities, self.chosen._replace(first=first, end=end)
         # By the length alone: attention cuts the blocks into parts by the width, and rounds accordingly.
         width = (end + 63) // 64 * 64
-        if self.blocks.shape[2] != width:
-            self.blocks = np.empty((*self.counts.shape, width), np.int32)
+        if self.masses.shape[2] != width:
+            blocks = np.empty((*self.chosen.counts.shape, width), np.int32)
+            self.chosen = self.chosen._replace(blocks=blocks)
             self.masses = np.empty((*self.masses.shape[:2], width), np.float32)
-
-    def clear(self) -> None:
-        """Record that no block is chosen or attended."""
-        self.counts.fill(0)
-        self.spans.fill(0)
-        self.runs.fill(0)
-        self.lse.fill(-np.inf)
 
     def rank(self, store: BlockStore) -> np.ndarray:
         """Find the tasks, int32 `[n]`, largest V(blk) first, and clear the results of all."""
-        self.clear()
-        found = rank_tasks(self._budgets(store), self.first, self.end, self.spans, self.volumes, self._order)
+        first, end, spans, runs, _, counts = self.chosen
+        for part in (spans, runs, counts):
+            part.fill(0)
+        self.lse.fill(-np.inf)
+        found = rank_tasks(self._budgets(store), first, end, spans, self.volumes, self._order)
         return self._order[:found]
 
     def _budgets(self, store: BlockStore) -> Budgets:
         return Budgets(
-            self._budget0, self._slope, self._streaming, self.granularities, store.block_size,
+            *self.property_arrays, self.granularities, store.block_size,
             digests_of(store).block_bytes / store.num_kv_heads, float(store.pool.record_bytes),
         )  # fmt: skip
 
     def runs_of(self, row: int, head: int, block_size: int) -> tuple[int, list[int], int]:
         """Of a ranked task: the first host block, the runs that each query head takes, and the blocks of a run."""
-        group = self.runs.shape[1] // self.counts.shape[1]
-        low, span = min(int(self.first[row]), self.end), int(self.spans[row, head])
+        first, end, spans, runs, _, counts = self.chosen
+        group, low, span = runs.shape[1] // counts.shape[1], min(int(first[row]), end), int(spans[row, head])
         for g in range(head * group, (head + 1) * group):
-            budget = budget_of(self._budget0[row, g], self._slope[row, g], self._streaming[row, g], span * block_size)
-            self.runs[row, g] = runs_wanted(budget, self.end - low, span)
-        return low, self.runs[row, head * group : (head + 1) * group].tolist(), span
+            budget0, slope, streams = (part[row, g] for part in self.property_arrays)
+            runs[row, g] = runs_wanted(budget_of(budget0, slope, streams, span * block_size), end - low, span)
+        return low, runs[row, head * group : (head + 1) * group].tolist(), span
 
-    def digest(self, digests: DigestStore, scores: Scores) -> Digest:
-        """What the step's query is scored with: the same object as long as the digests' arrays are the same."""
-        self._digest = digests.arrays(self.query, scores.scale, self._digest)
-        return self._digest
-
-    def make_choice(self, store: BlockStore, digest: Digest, scores: Scores) -> Launch:
-        """Prepare the choice of blocks."""
+    def make_choice(self, store: BlockStore, scores: Scores) -> Launch:
+        """Prepare the choice of blocks, with the query that is there: some digests are made of it."""
+        digests = digests_of(store)
+        self.digest = digests.arrays(self.query, scores.scale, self.digest)
         return retrieve_blocks(
-            self.query, digest, store.table, self.first, self.end, self._budgets(store), self.masses, self.spans,
-            self.runs, self.blocks, self.counts, sums=digests_of(store).sums, **scores._asdict(),
+            self.query, self.digest, store.table, self._budgets(store), self.masses, self.chosen, sums=digests.sums,
+            **scores._asdict(),
         )  # fmt: skip
 
     def make_attention(self, store: BlockStore, scores: Scores) -> Launch:
         """Prepare attention to the chosen blocks; blocks on the host are full."""
-        blocks = store.view(store.length).blocks
+        blocks, chosen = store.host_blocks, self.chosen
         return decode_attention(
-            self.query, blocks, self.blocks, self.counts, blocks.valid.shape[1], self.out, self.lse, **scores._asdict()
-        )
+            self.query, blocks, chosen.blocks, chosen.counts, blocks.valid.shape[1], self.out, self.lse,
+            **scores._asdict(),
+        )  # fmt: skip
 
 
 class SelectedHostPartial(BlockHostPartial):
@@ -189,23 +184,21 @@ class SelectedHostPartial(BlockHostPartial):
         """The job: the choice, and the attention to what it chose."""
         if self._sent is not None:
             self._sent.synchronize()
-        selector, store, scores = self.selector, step.store, step.scores
-        digest, divide = selector.digest(digests_of(store), scores), self.worker.divide
-        divide(selector.make_choice(store, digest, scores))
-        divide(selector.make_attention(store, scores))
+        for make in (self.selector.make_choice, self.selector.make_attention):
+            self.worker.divide(make(step.store, step.scores))
 
     def assist(self, step: SplitStep) -> tuple[Partial, ...]:
         """What the device attends of the chosen blocks."""
         return ()
 
     def share(self, step: Step) -> float:
-        return float(self.selector.counts.sum() / (self.selector.counts.size * step.num_blocks))
+        counts = self.selector.chosen.counts
+        return float(counts.sum() / (counts.size * step.num_blocks))
 
     def result(self) -> HostResult:
         """Wait for the job; what the merge needs."""
         found = super().result()
-        selector = self.selector
-        self._counts.count(selector.spans, selector.runs, selector.counts, selector.first, selector.end)
+        self._counts.count(self.selector.chosen)
         return found
 
 
@@ -233,9 +226,9 @@ class SelectionCounts:
             self.totals = np.zeros(TALLIES + len(granularities))
         return self.spans
 
-    def count(self, spans: np.ndarray, runs: np.ndarray, counts: np.ndarray, first: np.ndarray, end: int) -> None:
-        """Add a choice; arguments as in `tally`."""
-        tally(spans, runs, counts, first, end, self.spans, self.totals)
+    def count(self, chosen: Chosen) -> None:
+        """Add a choice."""
+        tally(chosen.spans, chosen.runs, chosen.counts, chosen.first, chosen.end, self.spans, self.totals)
 
     def count_shares(self, device_tasks: int, tasks: int, device: float, cpu: float, busy: float, threads: int) -> None:
         """Add how a step's tasks were shared.

@@ -19,7 +19,7 @@ from hf_offload.cache.device_mirror import sent
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Partial, Plan, Selection
 from hf_offload.policies.fluxion.block_attention import Tokens
-from hf_offload.policies.fluxion.kernels.predictor import predict_properties
+from hf_offload.policies.fluxion.kernels.predictor import Rows, predict_properties
 from hf_offload.policies.fluxion.kernels.selector import count_choice
 from hf_offload.policies.fluxion.predictor import LayerPredictor
 from hf_offload.policies.fluxion.scheduler import make_host_partial
@@ -69,26 +69,30 @@ def select(
         local: attention to what is local, for the predictor.
         schedule: with two memories, how the CPU and the device share the tasks (`scheduler.SCHEDULES`); None: see
             there.
+
+    Returns:
+        What `join` takes; None: no token is on the host.
     """
-    if step.layer.two_memories:
-        return _select_beside_device(cast("SplitStep", step), properties, granularities, local, schedule)
-    host_step = cast("CpuStep", step)
-    buffers = _buffers_of(host_step)
-    host_step.serve_this_block()
-    if _reserve(step, buffers.selector, granularities):
-        buffers.select(host_step, properties)
-    else:
-        buffers.selector.clear()
-    return buffers.selector
+    two_memories = step.layer.two_memories
+    chooser: Any = (
+        _partial_of(cast("SplitStep", step), schedule) if two_memories else _buffers_of(cast("CpuStep", step))
+    )
+    spans = step.state.counts.spans_for(granularities, step.block_size)
+    chooser.selector.reserve(spans, _sink_blocks(step)[1], step.host_end)
+    if not has_host_tokens(step):
+        return None
+    if two_memories and not isinstance(properties, tuple):
+        assert local is not None, "a predictor needs the attention to what is local"
+        properties = properties.predict(local.query, local.sinks, local.newest, lengths_of(step))
+    return chooser.select(step, properties)
 
 
 def join(step: Step, local: Local, selected: Any) -> Plan:
     """The plan that joins the local partials with `selected`, which `select` returned; None: nothing was selected."""
+    sinks, newest = Partial(*local.sinks), Partial(*local.newest)
     if step.layer.two_memories:
-        parts = (Partial(*local.sinks), Partial(*local.newest))
-        return Plan(parts if selected is None else (*parts, *selected.assist(step), selected))
-    parts = (Partial(*local.newest), Partial(*local.sinks))
-    return Plan(parts if selected is None else (*parts, Partial(selected.out, selected.lse)), until=EVER)
+        return Plan((sinks, newest) if selected is None else (sinks, newest, *selected.assist(step), selected))
+    return Plan((newest, sinks) if selected is None else (newest, sinks, selected), until=EVER)
 
 
 def has_host_tokens(step: Step) -> bool:
@@ -121,12 +125,6 @@ def lengths_of(step: Step) -> torch.Tensor:
     return sent(np.stack((host, total - host), 1).astype(np.float32), step.store.device)
 
 
-def _reserve(step: Step, selector: Selector, granularities: tuple[int, ...]) -> bool:
-    """Make room for this step's choice; whether there is anything to choose from."""
-    selector.reserve(step.state.counts.spans_for(granularities, step.block_size), _sink_blocks(step)[1], step.host_end)
-    return has_host_tokens(step)
-
-
 class LocalBlocks:
     """The sinks and the newest blocks of a layer as selections, kept from step to step while they are the same.
 
@@ -137,9 +135,7 @@ class LocalBlocks:
 
     def __init__(self, size: int, convert: Callable[[Selection], Any] = lambda selection: selection) -> None:
         self._size, self._convert = size, convert
-        self._known: tuple[int, ...] = ()
-        self._low: np.ndarray | None = None
-        self._parts: tuple[Any, Any] | None = None
+        self._made: tuple[tuple[int, ...], np.ndarray, tuple[Any, Any]] | None = None
 
     def parts(self, sinks: tuple[np.ndarray, np.ndarray], end: int, blocks: int, kv_heads: int) -> tuple[Any, Any]:
         """The sinks, and the blocks end..blocks-1 behind them.
@@ -148,14 +144,14 @@ class LocalBlocks:
             sinks: first block and end, int32 `[B]` each, as `Padding.sinks` has them: other arrays where they change.
             kv_heads: of the layer.
         """
+        low, high = sinks
         known = (end, blocks, kv_heads)
-        if self._parts is None or self._known != known or self._low is not sinks[0]:
-            low, high = sinks
+        if self._made is None or self._made[0] != known or self._made[1] is not low:
             newest = np.maximum(low, end)  # a row may begin behind `end`
             spans = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
             one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads, self._size)) for first, stop in spans)
-            self._known, self._low, self._parts = known, low, (one, two)
-        return self._parts
+            self._made = known, low, (one, two)
+        return self._made[2]
 
 
 def _consecutive(first: np.ndarray, stop: np.ndarray, blocks: int, kv_heads: int, size: int) -> Selection:
@@ -243,7 +239,7 @@ class HostBuffers:
         step.serve_this_block()
         return Local(self.query, (self.sink_out, self.sink_lse), (buffers.out_tensor, buffers.lse_tensor))
 
-    def select(self, step: CpuStep, properties: Properties | LayerPredictor) -> None:
+    def select(self, step: CpuStep, properties: Properties | LayerPredictor) -> Partial:
         """Queue the prediction, behind attention to what is local, the choice of host blocks, and attention to them.
 
         Args:
@@ -254,26 +250,23 @@ class HostBuffers:
         if isinstance(properties, tuple):
             selector.set_properties(properties)
         else:
-            padding = store.padding
+            padding, chosen = store.padding, selector.chosen
+            rows = Rows(chosen.first, chosen.end, padding.first, padding.valid, padding.ragged, step.block_size)
             launch = predict_properties(
-                properties.network, properties.prompt, buffers.query, self._sinks, (buffers.out, buffers.lse),
-                selector.property_arrays, first=selector.first, end=selector.end, begins=padding.first,
-                valid=padding.valid, ragged=padding.ragged, block_size=step.block_size, length=step.length,
+                properties.network, properties.prompt, buffers.query, self._sinks, (buffers.out, buffers.lse), rows,
+                selector.property_arrays, length=step.length,
             )  # fmt: skip
             step.add(launch, "the properties of the heads", length=True)
-        digests, totals = digests_of(store), counts.totals
-        digest = selector.digest(digests, step.scores)
+        digests, totals, choice = digests_of(store), counts.totals, selector.make_choice(store, step.scores)
+        digest = selector.digest
+        assert digest is not None
         if digests.of_query:
             step.then(lambda step: digests.fill(digest, buffers.query, step.scores.scale))
-        step.add(selector.make_choice(store, digest, step.scores), "the choice of host blocks")
-        counting = count_choice(
-            selector.spans, selector.runs, selector.counts, selector.first, selector.end, selector.granularities,
-            totals,
-        )  # fmt: skip
-        step.add(counting, "counts of the choice")
+        step.add(choice, "the choice of host blocks")
+        step.add(count_choice(selector.chosen, selector.granularities, totals), "counts of the choice")
         step.as_long_as(lambda: counts.totals is totals)
-        chosen = Selection(selector.blocks, selector.counts, step.block_size)
-        step.attention(chosen, "attention to the host", to=Partial(selector.out, selector.lse))
+        blocks = Selection(selector.chosen.blocks, selector.chosen.counts, step.block_size)
+        return step.attention(blocks, "attention to the host", to=Partial(selector.out, selector.lse))
 
 
 def _buffers_of(step: CpuStep) -> HostBuffers:
@@ -305,17 +298,10 @@ def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.
     return Selection(blocks, counts, selection.unit), blocks.long()
 
 
-def _select_beside_device(
-    step: SplitStep, properties: Properties | LayerPredictor, granularities: tuple[int, ...], local: Local | None,
-    schedule: str | None,
-) -> SelectedHostPartial | None:  # fmt: skip
+def _partial_of(step: SplitStep, schedule: str | None) -> SelectedHostPartial:
+    """The layer's host partial, with no work in flight."""
     partial: SelectedHostPartial | None = step.layer.host_partial
     if partial is None or partial.form != (step.query.shape, 0):
         partial = step.layer.host_partial = make_host_partial(step.layer, step.query, schedule)
     partial.cancel()
-    if not _reserve(step, partial.selector, granularities):
-        return None
-    if not isinstance(properties, tuple):
-        assert local is not None, "a predictor needs the attention to what is local"
-        properties = properties.predict(local.query, local.sinks, local.newest, lengths_of(step))
-    return partial.select(step, properties)
+    return partial

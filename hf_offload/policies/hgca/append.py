@@ -113,8 +113,7 @@ class Span:
     @property
     def queries(self) -> int:
         """How many queries may count in any row."""
-        count: int = self.counted.shape[1]
-        return count
+        return int(self.counted.shape[1])
 
     @property
     def coefficient(self) -> np.ndarray | None:
@@ -169,10 +168,6 @@ class AppendProgress:
             self.queries = np.zeros_like(self.queries)
         self.end = length
         return anew
-
-    def select_rows(self, rows: np.ndarray) -> None:
-        """Keep the rows of an index, in its order."""
-        self.queries = self.queries[rows]
 
     def skipped_steps(self, window: int) -> int:
         """A token's first steps whose weights do not count, in a window of so many tokens."""

@@ -19,7 +19,7 @@ from hf_offload.knobs import MOST
 from hf_offload.policies.base import LayerState
 from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, average_capacity
 from hf_offload.policies.hgca.kernels.compact import mark_retained
-from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
+from hf_offload.policies.hgca.kernels.query_weights import Queries, query_lse, weigh_tokens
 from hf_offload.policies.hgca.resident_mass import ResidentMass
 from hf_offload.policies.hgca.retained_tokens import LIST_STEP, RetainedTokens
 from hf_offload.scores import Scores
@@ -32,6 +32,8 @@ TILE = 4096
 """Tokens that are marked and copied at a time."""
 KEEP_ALL = -np.inf
 """A threshold that every valid token exceeds."""
+_REPLACED = ("since", "window_blocks", "evicted", "average", "kept", "known", "retained", "progress")
+"""What `append` replaces by new objects, without a change in the old ones: a crop of the chunk brings them back."""
 
 
 @dataclass(slots=True)
@@ -53,44 +55,6 @@ class _Decision:
     free: Callable[[], None] | None = None
     began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The state before a chunk of a prompt or append, whose `append` makes new arrays and writes none of these.
-
-    Args:
-        length: tokens of the rows.
-        since, window_blocks, evicted, average, kept, known, retained, progress: as in `TokenMass`.
-    """
-
-    length: int
-    since: int
-    window_blocks: int
-    evicted: int
-    average: np.ndarray
-    kept: np.ndarray
-    known: np.ndarray
-    retained: RetainedTokens
-    progress: AppendProgress
-
-
-@dataclass(slots=True)
-class _Snapshot:
-    """The state between two decode steps, which `restore` returns to.
-
-    Args:
-        evicted: blocks that had left the window.
-        counts: `[B · Hkv]`, retained tokens.
-        average: `[B, Hq, W]`, of the tokens of the window; resident: `[B, Hq, R, block_size]`, of the resident ones.
-        progress: of the last append.
-    """
-
-    evicted: int
-    counts: np.ndarray
-    average: np.ndarray
-    resident: torch.Tensor | None
-    progress: AppendProgress
 
 
 class TokenMass(LayerState):
@@ -127,14 +91,13 @@ class TokenMass(LayerState):
         self.progress = AppendProgress(rule, np.zeros(store.batch, np.int64))
         self.since = 0
         """Tokens before the last prompt or append, all its chunks: their earlier averages are gone."""
-        self._before: _Before | None = None
-        """There from `before_append` until anything but a crop of that chunk happens."""
+        self._before: tuple[int, dict[str, Any]] | None = None
+        """Tokens before the last chunk, and `_REPLACED`: until anything but a crop of that chunk happens."""
         self._whole: tuple[int, int, np.ndarray, RetainedTokens] | None = None
         """Of a prepared crop: its length, and what `_keep_whole` returned for it."""
         self.resident: ResidentMass | None = None
         """The averages of resident tokens, with two memories."""
-        self._job: Job | None = None
-        self._decision: _Decision | None = None
+        self._job: tuple[Job, _Decision] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -195,10 +158,9 @@ class TokenMass(LayerState):
             WorkerError: it failed, or does not end in time. Then nothing is decided: the blocks are still in the
                 window, or the old lists stay, and every token that leaves the window until the next append is kept.
         """
-        job, decision = self._job, self._decision
-        if job is None:
+        if self._job is None:
             return
-        assert decision is not None
+        job, decision = self._job
         try:
             job.result()
         except BaseException:
@@ -207,10 +169,10 @@ class TokenMass(LayerState):
             if job.done():
                 self.retained.cut(decision.counts)
                 self.known &= decision.retained is None
-                self._job = self._decision = None
+                self._job = None
             raise
         self._adopt(decision)
-        self._job = self._decision = None
+        self._job = None
 
     def _adopt(self, made: _Decision) -> None:
         stats = self.stats
@@ -231,19 +193,15 @@ class TokenMass(LayerState):
                 self.worker.divide(launch)
             decision.seconds = time.perf_counter() - decision.began
 
-        self._decision = decision
         keep = (self.store.pool, self.retained.pool)
-        self._job = self.worker.submit(work, label, keep=keep)
+        self._job = self.worker.submit(work, label, keep=keep), decision
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
     def before_append(self, layer: HybridLayer) -> None:
         """Remember the state, for a crop of the chunk; `append` makes new arrays beside it."""
         self.settle()
-        self._before = _Before(
-            self.store.length, self.since, self.window_blocks, self.evicted, self.average, self.kept, self.known,
-            self.retained, self.progress,
-        )  # fmt: skip
+        self._before = self.store.length, {name: getattr(self, name) for name in _REPLACED}
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
         """Start to weigh the cached tokens by the new queries, and to retain tokens by that (§3.2.2, re-evaluation)."""
@@ -286,18 +244,12 @@ class TokenMass(LayerState):
         store, padding = self.store, self.store.padding
         mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
         lse = np.empty(mine.shape[:3], np.float32)
-        where = (
-            mine, store.pool.block_ptr, store.table, padding.holes, padding.valid, span.first, span.stop,
-            length - span.queries, lse,
-        )  # fmt: skip
-        form: dict[str, Any] = {
-            "kv_dtype": store.dtype, "block_size": store.block_size, **scores._asdict(),
-            "packed": store.format.packed, "kv_heads": store.num_kv_heads,
-        }  # fmt: skip
-        yield query_lse(*where, **form)
+        pool = store.host_blocks
+        asked = Queries(mine, store.num_kv_heads, length - span.queries, span.first, span.stop, *scores)
+        yield query_lse(pool, asked, lse)
         span.leave_out(lse)
         weights = np.empty_like(self.average)
-        yield weigh_tokens(*where, span.coefficient, weights, skipped=span.skipped, **form)
+        yield weigh_tokens(pool, asked, lse, span.coefficient, weights, skipped=span.skipped)
         span.update(self.average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
@@ -455,7 +407,7 @@ class TokenMass(LayerState):
     def _loses_all(self, length: int) -> bool:
         """Whether a crop removes the last append whole, and the averages from before it are gone."""
         before = self._before
-        since = self.since if before is None or length > before.length else before.since
+        since: int = self.since if before is None or length > before[0] else before[1]["since"]
         return 0 < length <= since
 
     def crop(self, layer: HybridLayer, length: int) -> None:
@@ -466,11 +418,10 @@ class TokenMass(LayerState):
         """
         loses_all, before, whole = self._loses_all(length), self._before, self._whole
         self._whole = None
-        if before is not None and length <= before.length:
+        if before is not None and length <= before[0]:
             self._before = None
-            self.since, self.window_blocks, self.evicted = before.since, before.window_blocks, before.evicted
-            self.average, self.kept, self.known = before.average, before.kept, before.known
-            self.retained, self.progress = before.retained, before.progress
+            for name, value in before[1].items():
+                setattr(self, name, value)
         if length < self.progress.end:  # a later chunk does not continue the cropped one
             self.progress.end = -1
         self._cut(length)
@@ -493,7 +444,7 @@ class TokenMass(LayerState):
         index, heads = rows.numpy(), self.store.num_kv_heads
         self.retained.select_lists((index[:, None] * heads + np.arange(heads)).ravel())
         self.average, self.kept, self.known = self.average[index], self.kept[index], self.known[index]
-        self.progress.select_rows(index)
+        self.progress.queries = self.progress.queries[index]
         self._before = self._whole = None
         if self.resident is not None:
             self.resident.select_rows(index)
@@ -522,23 +473,24 @@ class TokenMass(LayerState):
 
     # --- forks, drafts, files -----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> _Snapshot:
+    def snapshot(self) -> tuple[int, np.ndarray, np.ndarray, torch.Tensor | None, AppendProgress]:
+        """Blocks outside the window, tokens in the lists, averages of the window and of slots, and the progress."""
         self.settle()
         average = self.average[:, :, self.evicted * self.store.block_size : self.store.length].copy()
         there = None if self.resident is None else self.resident.average.clone()
-        return _Snapshot(self.evicted, self.retained.counts.copy(), average, there, replace(self.progress))
+        return self.evicted, self.retained.counts.copy(), average, there, replace(self.progress)
 
-    def restore(self, layer: HybridLayer, snapshot: _Snapshot) -> None:
-        first = snapshot.evicted * self.store.block_size
-        self.retained.cut(snapshot.counts)
-        self.evicted, self.progress = snapshot.evicted, replace(snapshot.progress)
+    def restore(self, layer: HybridLayer, snapshot: Any) -> None:
+        self.evicted, counts, average, there, progress = snapshot
+        first, self.progress = self.evicted * self.store.block_size, replace(progress)
+        self.retained.cut(counts)
         self.average[:, :, first:] = 0.0
-        self.average[:, :, first : first + snapshot.average.shape[2]] = snapshot.average
+        self.average[:, :, first : first + average.shape[2]] = average
         self.kept[:, :, first:] = 0
-        if snapshot.resident is None:  # nothing was resident yet
+        if there is None:  # nothing was resident yet
             self.resident = None
         elif self.resident is not None:
-            self.resident.average.copy_(snapshot.resident)
+            self.resident.average.copy_(there)
 
     def share(self, layer: HybridLayer, source: TokenMass) -> None:
         source._write_back()

@@ -84,7 +84,7 @@ def test_only_the_blocks_of_a_row_are_looked_at(llama: PreTrainedModel) -> None:
     predictor = ConstantPredictor(0.5, sinks=SINKS, local=LOCAL)
     cache = hf_offload.HybridCache(llama, "fluxion", predictor=predictor, granularities=(16,), tier="split")
     decode(llama, cache, (512, 64, 512, 112), steps=1)
-    choice = cache.layers[0].host_partial.selector
+    choice = cache.layers[0].host_partial.selector.chosen
     there = choice.end - choice.first.clip(max=choice.end)
     assert there.tolist() == [28, 0, 28, 3]
     for row, blocks in enumerate(there.tolist()):

@@ -17,6 +17,7 @@ from hf_offload.policies.fluxion.kernels import predictor as predictor_kernels
 from hf_offload.policies.fluxion.kernels.predictor import (
     Network,
     PromptArrays,
+    Rows,
     pack_network,
     predict_properties,
 )
@@ -59,11 +60,8 @@ class Case:
         made = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32), np.full(shape, 7, np.uint8)
         parts = [tuple(x.numpy() for x in part) for part in (self.sinks, self.near)]
         known = PromptArrays(*(getattr(self.known, name).numpy() for name in PromptArrays._fields))
-        launch = predict_properties(
-            network, known, self.query.numpy(), *parts, made, first=self.first.numpy(), end=self.end,  # type: ignore[arg-type]
-            begins=self.begins.numpy(), valid=self.valid.numpy(), ragged=len(shape) > 1 and shape[0] > 1,
-            block_size=BLOCK, length=self.length,
-        )  # fmt: skip
+        rows = Rows(self.first.numpy(), self.end, self.begins.numpy(), self.valid.numpy(), shape[0] > 1, BLOCK)
+        launch = predict_properties(network, known, self.query.numpy(), *parts, rows, made, length=self.length)  # type: ignore[arg-type]
         run(launch, threads)
         return made
 

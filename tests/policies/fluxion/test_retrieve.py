@@ -16,6 +16,7 @@ from hf_offload.policies.fluxion.kernels import selector
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
     Budgets,
+    Chosen,
     budget_of,
     retrieve_blocks,
     runs_wanted,
@@ -46,10 +47,10 @@ def _run(
     masses = np.full((batch, heads, (end + 15) // 16 * 16), np.nan, np.float32)
     spans, runs = np.full((batch, kv_heads), -1, np.int32), np.full((batch, heads), -1, np.int32)
     blocks, counts = np.full((batch, kv_heads, end + 2), -1, np.int32), np.full((batch, kv_heads), -1, np.int32)
+    chosen = Chosen(np.array(first, np.int32), end, spans, runs, blocks, counts)
     launch = retrieve_blocks(
-        query.numpy(), digest, table.numpy(), np.array(first, np.int32), end, budgets, masses, spans, runs, blocks,
-        counts, sums=sums, scale=1.0, softcap=None,
-    )  # fmt: skip
+        query.numpy(), digest, table.numpy(), budgets, masses, chosen, sums=sums, scale=1.0, softcap=None
+    )
     run(launch, threads=2)
     got = [[blocks[b, h, : counts[b, h]].tolist() for h in range(kv_heads)] for b in range(batch)]
     assert all((blocks[b, h, counts[b, h] :] == -1).all() for b in range(batch) for h in range(kv_heads))

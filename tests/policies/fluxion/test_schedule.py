@@ -61,7 +61,7 @@ def simulate(load: Load, schedule: str, before: Load | None = None) -> tuple[flo
         queue.pace.learn(CPU, before.volumes.sum(), before.seconds[0][before.ranked].sum())
         queue.pace.learn(DEVICE, before.volumes.sum(), before.seconds[-1][before.ranked].sum())
     queue.fill(load.ranked, load.lengths, load.volumes)
-    assert sum(queue.shares) == len(load.ranked)
+    assert queue.lists.counts.sum() == len(load.ranked)
     device, last, taken = len(load.seconds) - 1, 0.0, []
     free = [(0.0, worker) for worker in range(device + 1)]
     while free:
@@ -115,7 +115,7 @@ def test_what_is_left_is_taken_by_the_other_side() -> None:
     tasks, volumes = np.arange(6, dtype=np.int32), np.array([9.0, 8.0, 6.0, 5.0, 4.0, 3.0])
     queue = TaskQueue(6, "priority")
     queue.fill(tasks, np.ones(6), volumes)
-    assert queue.shares == [3, 3]
+    assert queue.lists.counts.tolist() == [3, 3]
     assert queue.take(DEVICE) == 1
     assert [queue.take(CPU) for _ in range(3)] == [0, 3, 4]
     assert [queue.take(CPU), queue.take(CPU)] == [5, 2]  # from the end
@@ -124,7 +124,7 @@ def test_what_is_left_is_taken_by_the_other_side() -> None:
     queue.pace.learn(CPU, 1.0, 10.0)
     queue.pace.learn(DEVICE, 1.0, 1.0)
     queue.fill(tasks, np.ones(6), volumes)
-    assert queue.shares == [1, 5]
+    assert queue.lists.counts.tolist() == [1, 5]
     assert queue.take(CPU) == 5  # 30 seconds; the device would have ended it after 35
     assert queue.take(CPU) is None  # 40 seconds for the next, and 32 for all that the device has
 
@@ -176,7 +176,7 @@ def test_static_shares_by_hand() -> None:
     for schedule in STATIC:
         queue = TaskQueue(8, schedule)
         queue.fill(tasks, lengths, np.arange(8.0, 0.0, -1.0))
-        told[schedule] = queue.lists.order[DEVICE, : queue.shares[DEVICE]].tolist()
+        told[schedule] = queue.lists.order[DEVICE, : queue.lists.counts[DEVICE]].tolist()
     assert told == {"none": [], "uniform": [1, 5, 7, 3], "length": [1, 5, 7, 3]}
     uneven = TaskQueue(3, "length")
     uneven.fill(np.array([2, 0, 1], np.int32), np.array([3, 9, 5]), np.ones(3))

@@ -14,7 +14,7 @@ from hf_offload.cpu.kernels.digest_scores import Digest, vectors
 from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.policies.fluxion.kernels.scheduler import TaskLists, make_task_lists, take_task, whole_tasks
-from hf_offload.policies.fluxion.kernels.selector import Budgets, rank_tasks, retrieve_blocks
+from hf_offload.policies.fluxion.kernels.selector import Budgets, Chosen, rank_tasks, retrieve_blocks
 
 KV_HEADS, GROUP, DIM, BLOCK, DTYPE = 2, 2, 32, 16, torch.float32
 
@@ -49,8 +49,9 @@ class Work:
     def launches(self) -> tuple[Launch, Launch]:
         table, length = self.case.table.numpy(), self.case.length
         choice = retrieve_blocks(
-            self.query.numpy(), self.digest, table, self.first, self.end, self.budgets, self.masses, self.spans,
-            self.runs, self.blocks, self.counts, sums=False, scale=1.0, softcap=None,
+            self.query.numpy(), self.digest, table, self.budgets, self.masses,
+            Chosen(self.first, self.end, self.spans, self.runs, self.blocks, self.counts), sums=False, scale=1.0,
+            softcap=None,
         )  # fmt: skip
         attention = sparse_decode(
             self.query.numpy(), self.case.block_ptr, table, self.blocks, self.counts, self.case.holes.numpy(),

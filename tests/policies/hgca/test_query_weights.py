@@ -13,7 +13,9 @@ from references import hgca as reference
 from references.cpu import pack_block
 
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes
-from hf_offload.policies.hgca.kernels.query_weights import query_lse, weigh_tokens
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import tag_of
+from hf_offload.policies.hgca.kernels.query_weights import Queries, query_lse, weigh_tokens
 
 
 def _check(
@@ -21,20 +23,15 @@ def _check(
     softcap: float | None = None, skipped: int = 0, largest: bool = False, threads: int = 1, packed: Any = None,
 ) -> None:  # fmt: skip
     """Both kernels, one after the other."""
-    kv_heads, block_size, dim = case.clean.shape[1], case.clean.shape[3], case.clean.shape[4]
+    kv_heads, dim = case.clean.shape[1], case.clean.shape[4]
     batch = len(case.table)
     query = torch.randn(batch, kv_heads * group, queries, dim) * 2
     at = case.valid[:, start : start + queries] == 0
     query[at[:, None].expand(-1, kv_heads * group, -1)] = math.nan
     lse = torch.full(query.shape[:3], 7.0)
-    arrays = (
-        query.numpy(), case.block_ptr, case.table.numpy(), case.holes.numpy(), case.valid.numpy(), first, stop, start,
-    )  # fmt: skip
-    facts: dict[str, Any] = {
-        "kv_heads": kv_heads, "kv_dtype": dtype, "block_size": block_size, "scale": dim**-0.5, "softcap": softcap,
-        "packed": packed,
-    }  # fmt: skip
-    run(query_lse(*arrays, lse.numpy(), **facts), threads)
+    pool = case.host_blocks(dtype, packed)
+    asked = Queries(query.numpy(), kv_heads, start, first, stop, dim**-0.5, softcap)
+    run(query_lse(pool, asked, lse.numpy()), threads)
     scores = reference.query_scores(
         query, case.clean, case.table, case.valid, first, stop, start, scale=dim**-0.5, softcap=softcap
     )
@@ -51,14 +48,8 @@ def _check(
     average[..., stop:] = 7.0
     coefficient = None if largest else torch.rand(queries) / queries
     expected = reference.weigh_tokens(scores, lse, coefficient, average, case.valid, first, stop, start, skipped)
-    launch = weigh_tokens(
-        *arrays,
-        lse.numpy(),
-        None if coefficient is None else coefficient.numpy(),
-        average.numpy(),
-        skipped=skipped,
-        **facts,
-    )
+    joining = None if coefficient is None else coefficient.numpy()
+    launch = weigh_tokens(pool, asked, lse.numpy(), joining, average.numpy(), skipped=skipped)
     run(launch, threads)
     assert launch.cost > 0
     torch.testing.assert_close(average.double(), expected, rtol=3 * digits, atol=digits / 10)
@@ -109,15 +100,10 @@ def test_nothing_depends_on_the_number_of_threads() -> None:
     found = []
     for threads in (1, 4):
         lse, average = torch.empty(1, 6, 50), torch.zeros(1, 6, 2500)
-        arrays = (
-            query.numpy(), case.block_ptr, case.table.numpy(), case.holes.numpy(), case.valid.numpy(), 0, 2500, 2450,
-            lse.numpy(),
-        )  # fmt: skip
-        facts: dict[str, Any] = {
-            "kv_heads": 2, "kv_dtype": torch.bfloat16, "block_size": 32, "scale": 0.125, "softcap": None,
-        }  # fmt: skip
-        run(query_lse(*arrays, **facts), threads)
-        run(weigh_tokens(*arrays, np.full(50, 0.02, np.float32), average.numpy(), **facts), threads)
+        pool = _pool(case, torch.bfloat16)
+        asked = Queries(query.numpy(), 2450, 0, 2500, 0.125, None)
+        run(query_lse(pool, asked, lse.numpy()), threads)
+        run(weigh_tokens(pool, asked, lse.numpy(), np.full(50, 0.02, np.float32), average.numpy()), threads)
         found.append((lse, average))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -161,21 +147,25 @@ def test_packed_blocks() -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     arguments: dict[str, Any] = {
         "query": np.zeros((1, 3, 5, 64), np.float32),
+        "start": 96,
+        "first": 32,
+        "stop": 100,
+        "scale": 1.0,
+        "softcap": None,
+        "tag": tag_of(torch.bfloat16),
         "block_ptr": np.zeros(4, np.int64),
         "table": np.zeros((1, 4), np.int32),
         "holes": np.zeros((1, 4), np.uint8),
         "valid": np.zeros((1, 128), np.uint8),
-        "first": 32,
-        "stop": 100,
-        "start": 96,
+        "kv_heads": 1,
+        "block_size": 32,
         "lse": np.zeros((1, 3, 5), np.float32),
         "coefficient": None,
         "joined": np.zeros((1, 3, 100), np.float32),
-        "kv_heads": 1,
-        "kv_dtype": torch.bfloat16,
-        "block_size": 32,
-        "scale": 1.0,
-        "softcap": None,
+        "skipped": 0,
     }
+    given = {**arguments, **changes}
+    parts = [{name: given.pop(name) for name in kind._fields if name in given} for kind in (HostBlocks, Queries)]
+    pool, asked = HostBlocks(**parts[0]), Queries(**parts[1])
     with pytest.raises(error, match=text):
-        weigh_tokens(**{**arguments, **changes})
+        weigh_tokens(pool, asked, **given)

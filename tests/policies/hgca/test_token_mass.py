@@ -277,8 +277,8 @@ def test_times_are_those_of_decisions(model: PreTrainedModel) -> None:
     ids, mask = prompt(1, 150)
     prefill(model, cache, ids, mask)
     for layer in hybrid_layers(cache):
-        layer.state._job.result()
-    seconds = [layer.state._decision.seconds for layer in hybrid_layers(cache)]
+        layer.state._job[0].result()
+    seconds = [layer.state._job[1].seconds for layer in hybrid_layers(cache)]
     cache.drain()
     assert [row.reevaluation_seconds for row in cache.stats().layers] == seconds
     assert min(seconds) > 0

@@ -9,6 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from references.replaced.parts import (
+    NO_KBAR,
+    PART_TOKENS,
+    PARTS,
+    clear_part,
+    merge_parts,
+    most_part_blocks,
+    part_of,
+    partial_results,
+    partial_state,
+)
+from references.replaced.record import add_vectors, record_of, score_keys, touch
 
 from hf_offload.cpu.kernels.block import (
     STEP_TOKENS,
@@ -22,18 +34,6 @@ from hf_offload.cpu.kernels.block import (
     softmax_step,
 )
 from hf_offload.cpu.kernels.packed import spare_bytes
-from references.replaced.parts import (
-    NO_KBAR,
-    PART_TOKENS,
-    PARTS,
-    clear_part,
-    merge_parts,
-    most_part_blocks,
-    part_of,
-    partial_results,
-    partial_state,
-)
-from references.replaced.record import add_vectors, record_of, score_keys, touch
 from hf_offload.cpu.launch import (
     F32,
     I32,

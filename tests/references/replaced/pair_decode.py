@@ -17,6 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from references.replaced.block_decode import check_lists
+from references.replaced.parts import (
+    NO_KBAR,
+    PART_TOKENS,
+    PARTS,
+    clear_part,
+    merge_parts,
+    most_part_blocks,
+    part_of,
+    partial_results,
+    partial_state,
+)
+from references.replaced.record import record_of
 
 from hf_offload.cpu.kernels.block import (
     bend_weights,
@@ -33,19 +46,6 @@ from hf_offload.cpu.kernels.packed import (
     score_packed_pairs,
     spare_bytes,
 )
-from references.replaced.parts import (
-    NO_KBAR,
-    PART_TOKENS,
-    PARTS,
-    clear_part,
-    merge_parts,
-    most_part_blocks,
-    part_of,
-    partial_results,
-    partial_state,
-)
-from references.replaced.record import record_of
-from references.replaced.block_decode import check_lists
 from hf_offload.cpu.launch import (
     F32,
     I32,

@@ -136,7 +136,6 @@ def _layer(heads: Any, rows: int, weights: Array, source: int, stride: int, targ
             at = target + row * out_stride + column
             store(at, vmax(zero, load_f32(at)))  # in this order NaN stays NaN
         put(target + row * out_stride + 4 * tiles * _COLUMNS, np.float32(1.0))
-    hold(weights)
 
 
 @jit
@@ -178,11 +177,6 @@ def run_network(network: Any, heads: Any, rows: int, count: int, scratch: int, o
             for at in range(0, 4 * width, 64):
                 total = fma(load_f32(two + row * hidden + at), load_f32(weights + at), total)
             out[row, i] = lane_sum(total) + network.bias[i]
-    hold(network.outputs)
-    hold(network.offset)
-    hold(network.inverse)
-    hold(network.low)
-    hold(network.high)
 
 
 # --- the features of a step, and the launch --------------------------------------------------------------------------
@@ -200,6 +194,25 @@ class PromptArrays(NamedTuple):
     fixed: Array
     directions: Array
     half_variance: Array
+
+
+class Rows(NamedTuple):
+    """Where the tokens of each row are.
+
+    Args:
+        first: int32 [B], the first block on the host; end: where the host's blocks end, in every row.
+        begins: int32 [B], the first valid token.
+        valid: uint8 [B, T], 1 where a token counts.
+        ragged: whether any token behind a row's first valid one may not count.
+        block_size: tokens of a block.
+    """
+
+    first: Array
+    end: int
+    begins: Array
+    valid: Array
+    ragged: bool
+    block_size: int
 
 
 @jit
@@ -235,29 +248,12 @@ def count_tokens(valid: Array, ragged: bool, begin: int, first: int, end: int, l
 
 @kernel
 def predict_kernel(
-    ticket: Array,
-    tasks: int,
-    heads: Any,
-    network: Any,
-    prompt: Any,
-    query: Array,
-    sink_out: Array,
-    sink_lse: Array,
-    local_out: Array,
-    local_lse: Array,
-    first: Array,
-    end: int,
-    begins: Array,
-    valid: Array,
-    ragged: bool,
-    block_size: int,
-    length: int,
-    budget0: Array,
-    slope: Array,
-    streaming: Array,
-) -> None:
+    ticket: Array, tasks: int, heads: Any, network: Any, prompt: Any, query: Array, sinks: Any, local: Any, rows: Any,
+    length: int, properties: Any,
+) -> None:  # fmt: skip
     """One task = up to 12 query heads of one row."""
-    query_heads, dim = query.shape[1], query.shape[2]
+    (sink_out, sink_lse), (local_out, local_lse), (budget0, slope, streaming) = sinks, local, properties
+    query_heads, dim, size, end = query.shape[1], query.shape[2], rows.block_size, rows.end
     fixed = prompt.fixed.shape[2]
     chunks, wide = (query_heads + _CHUNK - 1) // _CHUNK, len(network.offset)
     scratch = np.empty(scratch_floats(network, _CHUNK), np.float32)
@@ -269,15 +265,15 @@ def predict_kernel(
             break
         b, low = task // chunks, task % chunks * _CHUNK
         count = min(_CHUNK, query_heads - low)
-        rows = (count + len(heads) - 1) // len(heads) * len(heads)
-        low_block = min(max(first[b], 0), end)
-        host, others = count_tokens(valid[b], ragged, begins[b], low_block * block_size, end * block_size, length)
+        tiled = (count + len(heads) - 1) // len(heads) * len(heads)
+        first = min(max(rows.first[b], 0), end) * size
+        host, others = count_tokens(rows.valid[b], rows.ragged, rows.begins[b], first, end * size, length)
         largest = np.float32(0.0)
         for h in range(query_heads):
             share = 1.0 / (1.0 + math.exp(float(sink_lse[b, h]) - float(local_lse[b, h])))
             norm = _mixed_norm(address_of(sink_out[b, h]), address_of(local_out[b, h]), share, dim)
             largest = np.float32(norm) if norm > largest or norm != norm else largest
-        features[:rows] = 0.0
+        features[:tiled] = 0.0
         for i in range(count):
             h, row = low + i, features[i]
             mine = address_of(query[b, h])
@@ -294,34 +290,18 @@ def predict_kernel(
             row[fixed + 8] = along + prompt.half_variance[b, h] * norm * norm + np.float32(math.log(max(host, 1)))
             safe = max(norm, np.float32(1e-12))
             row[fixed + 9], row[fixed + 10] = along / safe, turned / safe
-        run_network(network, heads, rows, fixed + STEP_FEATURES, address_of(scratch), out)
+        run_network(network, heads, tiled, fixed + STEP_FEATURES, address_of(scratch), out)
         for i in range(count):
             budget0[b, low + i], slope[b, low + i] = out[i, 0], out[i, 1]
             streaming[b, low + i] = out[i, 2] > network.threshold[0]
         count_up(ticket, 1)
     hold(scratch)
-    hold(query)
-    hold(sink_out)
-    hold(local_out)
-    hold(prompt.directions)
 
 
 def predict_properties(
-    network: Network,
-    prompt: PromptArrays,
-    query: Array,
-    sinks: tuple[Array, Array],
-    local: tuple[Array, Array],
-    properties: tuple[Array, Array, Array],
-    *,
-    first: Array,
-    end: int,
-    begins: Array,
-    valid: Array,
-    ragged: bool,
-    block_size: int,
-    length: int,
-) -> Launch:
+    network: Network, prompt: PromptArrays, query: Array, sinks: tuple[Array, Array], local: tuple[Array, Array],
+    rows: Rows, properties: tuple[Array, Array, Array], *, length: int,
+) -> Launch:  # fmt: skip
     """Prepare the prediction of every query head's properties (bgt0, k, streaming).
 
     Args:
@@ -330,11 +310,9 @@ def predict_properties(
         query: float32 [B, Hq, D], D a multiple of 16.
         sinks, local: out float32 [B, Hq, D] and lse [B, Hq], natural log: attention to the first tokens, and to the
             newest; read when the launch runs.
+        rows: where the tokens are.
         properties: budget0 and slope, float32 [B, Hq], and streaming, uint8 [B, Hq]: written.
-        first: int32 [B], each row's first block on the host; end: where the host's blocks end.
-        begins: int32 [B], each row's first valid token; valid: uint8 [B, T], 1 where a token counts.
-        ragged: whether any token behind a row's first valid one may not count.
-        block_size: tokens a block; length: tokens of a row.
+        length: tokens of a row.
 
     Raises:
         ValueError: shapes that contradict each other or a size that the kernel does not cover.
@@ -356,15 +334,23 @@ def predict_properties(
     for name, array in zip(("budget0", "slope"), properties, strict=False):
         require(name, array, F32, (batch, heads))
     require("streaming", properties[2], U8, (batch, heads))
-    require("first", first, I32, (batch,))
-    require("begins", begins, I32, (batch,))
+    end, size, valid = rows.end, rows.block_size, rows.valid
+    require("first", rows.first, I32, (batch,))
+    require("begins", rows.begins, I32, (batch,))
     require("valid", valid, U8, (batch, valid.shape[-1]))
-    if not 0 <= end * block_size <= length <= valid.shape[1]:
-        raise ValueError(f"{end} blocks of {block_size} and length {length}: valid covers {valid.shape[1]} tokens")
+    if not 0 <= end * size <= length <= valid.shape[1]:
+        raise ValueError(f"{end} blocks of {size} and length {length}: valid covers {valid.shape[1]} tokens")
     three = -(-heads // 3) * 3 < -(-heads // 4) * 4
     tasks = batch * -(-heads // _CHUNK)
     args = (
-        _TILES[3 if three else 4], network, prompt, query, *sinks, *local, first, int(end), begins, valid, bool(ragged),
-        int(block_size), int(length), *properties,
-    )  # fmt: skip
+        _TILES[3 if three else 4],
+        network,
+        prompt,
+        query,
+        tuple(sinks),
+        tuple(local),
+        rows,
+        int(length),
+        properties,
+    )
     return Launch(predict_kernel, tasks, args, tasks * network.nbytes)

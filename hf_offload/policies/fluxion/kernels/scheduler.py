@@ -8,17 +8,23 @@ Source: Fluxion, section 6.2.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_offload.cpu.kernels.block_topk import SPARE
-from hf_offload.cpu.kernels.decode_attention import attend_part, make_lists, make_scratch, merge_head
-from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, SPARE_BLOCKS
+from hf_offload.cpu.kernels.decode_attention import (
+    attend_part,
+    attention_kernel,
+    attention_lists,
+    attention_scratch,
+    merge_head,
+)
+from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS
 from hf_offload.cpu.launch import I32, Array, Launch, jit, jit_for_python, kernel, require
 from hf_offload.cpu.memory import count_up, peek, swap_if
 
-from .selector import score_blocks, take_blocks
+from .selector import make_scratch, score_blocks, take_blocks
 
 NOTHING_LEFT = -1
 _WARY = 2.0
@@ -110,60 +116,25 @@ def assign_tasks(volumes: Array, threads: int, thread: float, device: float, the
 # --- a task on the CPU -----------------------------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
-    """Arguments of `retrieve_kernel`, by its parameters' names."""
-
-    digest: Any
-    full: Any
-    rest: Any
-    query: Array
-    table: Array
-    scale: float
-    cap: Any
-    first: Array
-    end: int
-    sums: bool
-    budgets: Any
-    masses: Array
-    spans: Array
-    runs: Array
-    blocks: Array
-    counts: Array
-
-
-class Attending(NamedTuple):
-    """Arguments of `attention_kernel`, by its parameters' names."""
-
-    full: Any
-    rest: Any
-    attention: Any
-    length: int
+Attending = namedtuple("Attending", attention_kernel.names[2:])  # type: ignore[attr-defined, misc]
+"""The arguments of `attention_kernel`, by its parameters' names."""
 
 
 @jit
 def _choose(choice: Any, b: int, h: int) -> None:
-    end, masses, counts = choice.end, choice.masses, choice.counts
-    group, low = choice.query.shape[1] // counts.shape[1], min(max(choice.first[b], 0), end)
-    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(choice.digest.runs)
-    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
-    scratch = np.empty((4, end + SPARE), np.float32)
-    for begin in range(low // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
+    first, end, span = choice.chosen.first[b], choice.chosen.end, choice.chosen.spans[b, h]
+    scores, scratch, word = make_scratch(choice)
+    for begin in range(min(max(first, 0), end) // CHUNK_BLOCKS * CHUNK_BLOCKS, end, CHUNK_BLOCKS):
         stop = min(begin + CHUNK_BLOCKS, end)
-        score_blocks(
-            choice.digest, choice.full, choice.rest, choice.query, group, choice.table, b, h, choice.scale, choice.cap,
-            begin, stop, stop, scores, masses,
-        )  # fmt: skip
-    take_blocks(
-        b, h, group, choice.spans[b, h], low, end, masses, choice.sums, choice.budgets, scratch, word, choice.runs,
-        choice.blocks, counts,
-    )  # fmt: skip
+        score_blocks(choice, b, h, begin, stop, stop, scores)
+    take_blocks(choice, b, h, span, scratch, word)
 
 
 @jit
 def _attend(attending: Any, head: int) -> None:
     """Attend the chosen blocks of one (row, KV head) in the parts of `attention_kernel`, for the same bits."""
     attention, parts = attending.attention, attending.attention.parts
-    floats, lists = make_scratch(attention), make_lists(attention, attention.blocks.packed)
+    floats, lists = attention_scratch(attention), attention_lists(attention, attention.blocks.packed)
     for task in range(head * parts, (head + 1) * parts):
         none = attention.counts.size * parts
         attend_part(attending.full, attending.rest, attention, floats, lists, task, none, attending.length)
@@ -173,7 +144,7 @@ def _attend(attending: Any, head: int) -> None:
 @kernel
 def task_kernel(ticket: Array, tasks: int, lists: Any, choice: Any, attending: Any) -> None:
     """One task = choice and attention of one (row, KV head); taken from the lists."""
-    kv_heads = choice.counts.shape[1]
+    kv_heads = attending.attention.counts.shape[1]
     while True:
         task = take_task(lists, 0)
         if task < 0:
@@ -200,11 +171,11 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
         ValueError: launches that do not fit together.
         TypeError: an array of another dtype.
     """
-    counts, attended = choice.arg("counts"), attention.arg("attention")
-    if attended.items is not choice.arg("blocks") or attended.counts is not counts:
+    chosen, attended = choice.arg("choice").chosen, attention.arg("attention")
+    if attended.items is not chosen.blocks or attended.counts is not chosen.counts:
         raise ValueError("the attention is to other blocks than those that are chosen; prepare both on the same arrays")
     if len(attended.kbar) or len(attended.scores):
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
-    require("order", lists.order, I32, (2, counts.size))
-    args = (lists, Choice(*map(choice.arg, Choice._fields)), Attending(*map(attention.arg, Attending._fields)))
-    return Launch(task_kernel, counts.size, args, choice.cost + attention.cost, dealt=True)
+    require("order", lists.order, I32, (2, chosen.counts.size))
+    args = (lists, choice.arg("choice"), Attending(*attention.args))
+    return Launch(task_kernel, chosen.counts.size, args, choice.cost + attention.cost, dealt=True)

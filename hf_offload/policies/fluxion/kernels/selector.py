@@ -36,7 +36,7 @@ from hf_offload.cpu.launch import (
     kernel,
     require,
 )
-from hf_offload.cpu.memory import address_of, count_up, get, hold, put
+from hf_offload.cpu.memory import address_of, count_up, get, put
 from hf_offload.cpu.simd.vectors import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
@@ -67,6 +67,34 @@ class Budgets(NamedTuple):
     block_size: int
     digest_bytes: float
     block_bytes: float
+
+
+class Chosen(NamedTuple):
+    """A choice of the host's blocks, those of first..end-1 of each row, cut into runs from the first on.
+
+    Args:
+        first: int32 [B].
+        end: the same in every row.
+        spans: int32 [B, Hkv], blocks of a run, 0 where no head has a budget.
+        runs: int32 [B, Hq], runs that each head took (of those with valid tokens, at most).
+        blocks: int32 [B, Hkv, C], C at least `end`, ascending, up to the count.
+        counts: int32 [B, Hkv].
+    """
+
+    first: Array
+    end: int
+    spans: Array
+    runs: Array
+    blocks: Array
+    counts: Array
+
+    def check(self, batch: int) -> None:
+        """Raise unless the arrays fit one another, and rows as many as `batch`."""
+        require("first", self.first, I32, (batch,))
+        require("spans", self.spans, I32, (batch, self.spans.shape[-1]))
+        require("runs", self.runs, I32, (batch, self.runs.shape[-1]))
+        require("blocks", self.blocks, I32, (*self.spans.shape, self.blocks.shape[-1]))
+        require("counts", self.counts, I32, self.spans.shape)
 
 
 @jit_for_python
@@ -194,34 +222,68 @@ def _widen_marks(runs: int, span: int, count: int, narrow: int, marks: int) -> N
                 put(marks + 4 * i, np.float32(1.0))
 
 
-@jit
-def score_blocks(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
-    begin: int, stop: int, reach: int, scores: Array, masses: Array,
-) -> None:  # fmt: skip
-    """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`; scores is scratch [G * row].
+class Choice(NamedTuple):
+    """A choice as kernels take it: the blocks, what scores them, and what each head takes of them.
 
-    reach: as in `write_scores`.
+    Args:
+        digest, query, table, budgets, masses, sums: as in `retrieve_blocks`; the choice is written to `chosen`.
+        full, rest: of the query heads, see `launch.head_tiles`.
+        scale, cap: of the scores.
     """
+
+    digest: Any
+    full: Any
+    rest: Any
+    query: Array
+    table: Array
+    scale: float
+    cap: Any
+    sums: bool
+    budgets: Any
+    masses: Array
+    chosen: Any
+
+
+@jit
+def make_scratch(choice: Any) -> tuple[Array, Array, Array]:
+    """A thread's scratch: the scores of a chunk of blocks, float32 [4, end + `SPARE`], and int32 [1]."""
+    end, kv_heads = choice.chosen.end, choice.chosen.counts.shape[1]
+    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(choice.digest.runs)
+    scores = np.empty(choice.query.shape[1] // kv_heads * row, np.float32)
+    return scores, np.empty((4, end + SPARE), np.float32), np.empty(1, np.int32)
+
+
+@jit
+def score_blocks(choice: Any, b: int, h: int, begin: int, stop: int, reach: int, scores: Array) -> None:
+    """Write the masses [B, Hq, N'] of blocks begin..stop-1, at most `CHUNK_BLOCKS`.
+
+    Args:
+        reach: as in `write_scores`.
+        scores: from `make_scratch`.
+    """
+    digest, masses, query = choice.digest, choice.masses, choice.query
+    group = query.shape[1] // choice.chosen.counts.shape[1]
     row, at = len(scores) // group, address_of(scores)
-    write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, at, 4 * row)
+    write_scores(
+        digest, choice.full, choice.rest, query, group, choice.table, b, h, choice.scale, choice.cap, begin, stop,
+        reach, at, 4 * row,
+    )  # fmt: skip
     for g in range(group):
         mine = address_of(masses[b, h * group + g]) + 4 * begin
-        soften_chunk(digest.runs, address_of(scores) + 4 * g * row, stop - begin, True, mine)
-    hold(scores)
+        soften_chunk(digest.runs, at + 4 * g * row, stop - begin, True, mine)
 
 
 @jit
-def take_blocks(
-    b: int, h: int, group: int, span: int, low: int, end: int, masses: Array, sums: bool, budgets: Any, scratch: Array,
-    word: Array, runs: Array, blocks: Array, counts: Array,
-) -> None:  # fmt: skip
-    """Write the blocks of low..end-1 that the query heads of KV head h take, by their masses; and their runs.
+def take_blocks(choice: Any, b: int, h: int, span: int, scratch: Array, word: Array) -> None:
+    """Write the host's blocks that the query heads of KV head h take, by their masses; and their runs.
 
     Args:
         span: blocks of a run; 0: no head has a budget.
-        scratch: float32 [4, end + `SPARE`]; word: int32 [1].
+        scratch, word: from `make_scratch`.
     """
+    budgets, masses, chosen = choice.budgets, choice.masses, choice.chosen
+    runs, end = chosen.runs, chosen.end
+    group, low = runs.shape[1] // chosen.counts.shape[1], min(max(chosen.first[b], 0), end)
     marks, narrow, score = address_of(scratch[0]), address_of(scratch[1]), address_of(scratch[2])
     count = end - low
     clear_marks(marks, count)
@@ -236,95 +298,52 @@ def take_blocks(
             mark_best(score, count, runs[b, g], marks, word)
         elif runs[b, g]:
             copy_scores(address_of(masses[b, g]) + 4 * low, count, address_of(scratch[3]))
-            number = _join_runs(scratch[3], count, span, sums, scratch[2])
+            number = _join_runs(scratch[3], count, span, choice.sums, scratch[2])
             copy_scores(score, number, score)
             clear_marks(narrow, number)
             mark_best(score, number, runs[b, g], narrow, word)
             _widen_marks(number, span, count, narrow, marks)
-    counts[b, h] = list_marked(marks, count, low, blocks[b, h])
-    hold(scratch)
+    chosen.counts[b, h] = list_marked(marks, count, low, chosen.blocks[b, h])
 
 
 @kernel
-def retrieve_kernel(
-    ticket: Array,
-    tasks: int,
-    digest: Any,
-    full: Any,
-    rest: Any,
-    query: Array,
-    table: Array,
-    scale: float,
-    cap: Any,
-    first: Array,
-    end: int,
-    sums: bool,
-    budgets: Any,
-    masses: Array,
-    finished: Array,
-    spans: Array,
-    runs: Array,
-    blocks: Array,
-    counts: Array,
-) -> None:
+def retrieve_kernel(ticket: Array, tasks: int, choice: Any, finished: Array) -> None:
     """One task = one (row, KV head, up to 128 blocks)."""
-    kv_heads = counts.shape[1]
-    group = query.shape[1] // kv_heads
+    spans, first, end, budgets = choice.chosen.spans, choice.chosen.first, choice.chosen.end, choice.budgets
+    kv_heads = spans.shape[1]
+    group = choice.query.shape[1] // kv_heads
     chunks = max(1, (end + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
-    row = (min(CHUNK_BLOCKS, end) + SPARE_BLOCKS) * len(digest.runs)
-    scores, word = np.empty(group * row, np.float32), np.empty(1, np.int32)
-    scratch = np.empty((4, end + SPARE), np.float32)
+    scores, scratch, word = make_scratch(choice)
     while True:
         task = count_up(ticket, 0)
         if task >= tasks:
             break
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
-        low = min(max(first[b], 0), end)
         span = choose_granularity(budgets, b, h, group)
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
-        if span and max(begin, low) < stop:
-            reach = min(stop + CHUNK_BLOCKS, end)
-            score_blocks(digest, full, rest, query, group, table, b, h, scale, cap, begin, stop, reach, scores, masses)
+        if span and max(begin, min(max(first[b], 0), end)) < stop:
+            score_blocks(choice, b, h, begin, stop, min(stop + CHUNK_BLOCKS, end), scores)
         if count_up(finished, b * kv_heads + h) == chunks - 1:
-            take_blocks(b, h, group, span, low, end, masses, sums, budgets, scratch, word, runs, blocks, counts)
+            take_blocks(choice, b, h, span, scratch, word)
             spans[b, h] = span
         count_up(ticket, 1)
-    hold(scores)
 
 
 def retrieve_blocks(
-    query: Array,
-    digest: Digest,
-    table: Array,
-    first: Array,
-    end: int,
-    budgets: Budgets,
-    masses: Array,
-    spans: Array,
-    runs: Array,
-    blocks: Array,
-    counts: Array,
-    *,
-    sums: bool,
-    scale: float,
-    softcap: float | None,
-) -> Launch:
-    """Prepare the choice of the host's blocks, ascending, for each (row, KV head).
+    query: Array, digest: Digest, table: Array, budgets: Budgets, masses: Array, chosen: Chosen, *, sums: bool,
+    scale: float, softcap: float | None,
+) -> Launch:  # fmt: skip
+    """Prepare the choice of the host's blocks for each (row, KV head).
 
-    The host's blocks of a row are first..end-1, cut into runs from the first on. Of equal runs the first is taken; runs
-    without valid tokens are never taken.
+    Of equal runs the first is taken; runs without valid tokens are never taken.
 
     Args:
         query: float32 [B, Hq, D].
         digest: what scores the blocks.
         table: int32 [B, N], physical block of each logical one.
-        first: int32 [B]; end: at most N.
         budgets: read when the launch runs.
         masses: float32 [B, Hq, N'], N' at least `end` rounded up to a multiple of 16: scratch.
-        spans: int32 [B, Hkv], written: blocks of a run, 0 where no head has a budget.
-        runs: int32 [B, Hq], written: runs that each head took (of those with valid tokens, at most).
-        blocks: int32 [B, Hkv, C], C at least `end`, written up to the count.
-        counts: int32 [B, Hkv], written.
+        chosen: its first block and end, at most N, are read; the rest is written.
         sums: a run's mass is the sum of its blocks'; otherwise its score is their largest.
         scale, softcap: of the scores, as in `sparse_decode`.
 
@@ -333,43 +352,39 @@ def retrieve_blocks(
         TypeError: an array of another dtype.
     """
     batch, query_heads, dim = query.shape
-    kv_heads = counts.shape[1]
+    (_, kv_heads), end = chosen.counts.shape, chosen.end
     full, rest = head_tiles(group_size(query_heads, kv_heads))
     require("query", query, F32, (batch, query_heads, dim))
     require("table", table, I32, (batch, table.shape[-1]))
-    require("first", first, I32, (batch,))
     for name in ("budget0", "slope"):
         require(name, getattr(budgets, name), F32, (batch, query_heads))
     require("streaming", budgets.streaming, U8, (batch, query_heads))
     require("granularities", budgets.granularities, I32, (len(budgets.granularities),))
     require("masses", masses, F32, (batch, query_heads, masses.shape[-1]))
-    require("spans", spans, I32, (batch, kv_heads))
-    require("runs", runs, I32, (batch, query_heads))
-    require("blocks", blocks, I32, (batch, kv_heads, blocks.shape[-1]))
-    require("counts", counts, I32, (batch, kv_heads))
+    chosen.check(batch)
+    require("runs", chosen.runs, I32, (batch, query_heads))
     if not len(budgets.granularities) or budgets.granularities.min() < 1:
         raise ValueError(
             f"granularities {budgets.granularities.tolist()} are not blocks a run; use integers of 1 or more"
         )
-    if not 0 <= end <= min(table.shape[1], masses.shape[2] // 16 * 16, blocks.shape[2]):
+    if not 0 <= end <= min(table.shape[1], masses.shape[2] // 16 * 16, chosen.blocks.shape[2]):
         raise ValueError(
-            f"end {end} exceeds table {table.shape}, masses {masses.shape} in multiples of 16 or blocks {blocks.shape}"
+            f"end {end} exceeds table {table.shape}, masses {masses.shape} in multiples of 16 or blocks "
+            f"{chosen.blocks.shape}"
         )
     cost = check_digest(digest, query.shape, kv_heads, end)
-    chunks = max(1, -(-end // CHUNK_BLOCKS))
-    finished = np.zeros(batch * kv_heads, np.int64)
-    args = (
-        digest, full, rest, query, table, float(scale), cap_of(softcap), first, int(end), bool(sums), budgets, masses,
-        finished, spans, runs, blocks, counts,
-    )  # fmt: skip
-    return Launch(retrieve_kernel, batch * kv_heads * chunks, args, cost, counters=finished)
+    chunks, finished = max(1, -(-end // CHUNK_BLOCKS)), np.zeros(batch * kv_heads, np.int64)
+    choice = Choice(
+        digest, full, rest, query, table, float(scale), cap_of(softcap), bool(sums), budgets, masses, chosen
+    )
+    return Launch(retrieve_kernel, batch * kv_heads * chunks, (choice, finished), cost, counters=finished)
 
 
 @jit_for_python
 def tally(
     spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
 ) -> None:
-    """Count a choice: arrays as in `retrieve_blocks`.
+    """Count a choice: arrays as in `Chosen`.
 
     Args:
         totals: float64 [TALLIES + granularities], added to: groups that have a host, of them those that stream; heads,
@@ -397,26 +412,16 @@ def tally(
 
 
 @kernel
-def count_kernel(
-    ticket: Array, tasks: int, spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array,
-    totals: Array,
-) -> None:  # fmt: skip
+def count_kernel(ticket: Array, tasks: int, chosen: Any, granularities: Array, totals: Array) -> None:
     """One task: all of it."""
     if count_up(ticket, 0) == 0:
-        tally(spans, runs, counts, first, end, granularities, totals)
+        tally(chosen.spans, chosen.runs, chosen.counts, chosen.first, chosen.end, granularities, totals)
         count_up(ticket, 1)
 
 
-def count_choice(
-    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
-) -> Launch:
+def count_choice(chosen: Chosen, granularities: Array, totals: Array) -> Launch:
     """Prepare to count a choice; arguments as in `tally`."""
-    batch, kv_heads = counts.shape
-    require("counts", counts, I32, (batch, kv_heads))
-    require("spans", spans, I32, (batch, kv_heads))
-    require("runs", runs, I32, (batch, runs.shape[-1]))
-    require("first", first, I32, (batch,))
+    chosen.check(len(chosen.counts))
     require("granularities", granularities, I32, (len(granularities),))
     require("totals", totals, np.dtype(np.float64), (TALLIES + len(granularities),))
-    args = (spans, runs, counts, first, int(end), granularities, totals)
-    return Launch(count_kernel, 1, args, runs.nbytes)
+    return Launch(count_kernel, 1, (chosen, granularities, totals), chosen.runs.nbytes)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.predictor import HeadPredictor
-from hf_offload.policies.fluxion.training.labels import FITS, GRANULARITIES
+from hf_offload.policies.fluxion.training.labels import FITS
 
 _MEASURED = 16384  # samples that the held-out loss is computed for at a time
 
@@ -56,18 +58,9 @@ class Fitting:
 
 @torch.enable_grad()
 def fit_predictor(
-    features: torch.Tensor,
-    budgets: torch.Tensor,
-    held_out: torch.Tensor,
-    wanted: torch.Tensor,
-    fitting: Fitting,
-    *,
-    tau: float,
-    digest: str,
-    sinks: int,
-    local: int,
-    progress: bool = False,
-) -> tuple[HeadPredictor, int]:
+    features: torch.Tensor, budgets: torch.Tensor, held_out: torch.Tensor, wanted: torch.Tensor, fitting: Fitting, *,
+    tau: float, progress: bool = False, **shared: Any,
+) -> tuple[HeadPredictor, int]:  # fmt: skip
     """Fit a predictor for one τ.
 
     The loss compares the line of Eq. 1 with the needed budgets of retrieval heads, so that an error of bgt₀ or k weighs
@@ -77,8 +70,9 @@ def fit_predictor(
         features: fp32 `[N, 41]`; budgets: `[N, granularities]`, what was needed.
         held_out, wanted: the same of held-out texts.
         fitting: the settings.
-        tau, digest, sinks, local: settings of the samples.
+        tau: the deviation that the budgets are for.
         progress: whether to show a progress bar.
+        shared: digest, sinks and local tokens of the samples, as `HeadPredictor` takes them.
 
     Returns:
         The predictor with the least held-out loss, and the epochs it took.
@@ -92,7 +86,7 @@ def fit_predictor(
     generator = torch.Generator("cpu").manual_seed(fitting.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fitting.seed)
-        made = HeadPredictor(tau=tau, digest=digest, sinks=sinks, local=local, streaming_at=fitting.streaming_at)
+        made = HeadPredictor(tau=tau, streaming_at=fitting.streaming_at, **shared)
     made.standardise(features)
     scale = _Scale(needed, fitting)
     optimizer = torch.optim.Adam(made.parameters(), lr=fitting.rate)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.predictor import Predictor
-from hf_offload.policies.fluxion.training.labels import GRANULARITIES, fit_line
+from hf_offload.policies.fluxion.training.labels import fit_line
 
 
 def r_squared(predicted: torch.Tensor, true: torch.Tensor) -> float:

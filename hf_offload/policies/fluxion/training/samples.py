@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
@@ -19,13 +19,14 @@ from hf_offload.attention.hooks import cache_argument
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cache.digests import DIGESTS, DigestStore
 from hf_offload.policies.fluxion.block_attention import BLOCK, Tokens, attend, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
-from hf_offload.policies.fluxion.training.labels import deviation_limit, needed_budgets
+from hf_offload.policies.fluxion.training.labels import needed_budgets
 from hf_offload.scores import Scores
 
 CAPTURED = "captured_queries"
 CHUNK = 512  # tokens that the model takes in at a time
-_BUDGETS = [FEATURES.index(f"anchor_budget_{size}") for size in (16, 32, 64, 128)]
+_BUDGETS = [FEATURES.index(f"anchor_budget_{size}") for size in GRANULARITIES[1:]]
 _ANSWER = 24  # tokens behind a question that are taken for its answer
 _TILE = 4096  # tokens of the host that prompt statistics read at a time
 
@@ -163,8 +164,7 @@ class Sampling:
         return first, max(first, (length // BLOCK - self.local // BLOCK) * BLOCK)
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """Samples of training, one for each head, layer and step.
 
     Args:
@@ -186,9 +186,7 @@ class Samples:
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
         """The samples of several parts, one after the other."""
-        return cls(
-            *(torch.cat(x) for x in zip(*((p.features, p.anchor_budgets, p.budgets) for p in parts), strict=True))
-        )
+        return cls(*(torch.cat(x) for x in zip(*parts, strict=True)))
 
 
 @torch.inference_mode()

@@ -185,7 +185,7 @@ def collect(
             plan = sampling.positions(context, number, asked=window.asked)
             positions = [p for length, steps in plan.items() for p in (length - 1, *steps)]
             parts = [layer_samples(seen, plan, sampling) for seen in capture(model, window.ids, positions, bar.update)]
-            write_whole(path, asdict(Samples.joined(parts)), {})
+            write_whole(path, Samples.joined(parts)._asdict(), {})
     state.wait_for_everyone()
 
 

@@ -5,7 +5,7 @@ Source: HGCA, algorithm 1, lines 19-24; section 3.3, "CPU-local sparse attention
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -63,19 +63,9 @@ def _mark(
 
 @kernel
 def mark_kernel(
-    ticket: Array,
-    tasks: int,
-    average: Array,
-    valid: Array,
-    threshold_old: Array,
-    threshold_new: Array,
-    border: int,
-    first: int,
-    stop: int,
-    kept: Array,
-    counts: Array,
-    largest: bool,
-) -> None:
+    ticket: Array, tasks: int, average: Array, valid: Array, thresholds: Any, border: int, first: int, stop: int,
+    kept: Array, counts: Array, largest: bool,
+) -> None:  # fmt: skip
     """One task = one (row, KV head)."""
     kv_heads = counts.shape[1]
     group, step = average.shape[1] // kv_heads, 4 * average.shape[2]
@@ -90,68 +80,54 @@ def mark_kernel(
             begin, end = (first, middle) if part == 0 else (middle, stop)
             found += _mark(
                 address_of(average) + task * group * step + 4 * begin, step, group, largest,
-                address_of(valid) + b * valid.shape[1] + begin, threshold_old[b] if part == 0 else threshold_new[b],
+                address_of(valid) + b * valid.shape[1] + begin, thresholds[part][b],
                 address_of(kept) + task * kept.shape[2] + begin, end - begin,
             )  # fmt: skip
         counts[b, h] = found
         count_up(ticket, 1)
 
 
+class _Lists(NamedTuple):
+    """Lists of tokens, as `compact_tokens` takes them; `row`: bytes of a token's key."""
+
+    block_ptr: Array
+    table: Array
+    begin: Array
+    positions: Array
+    block_size: int
+    row: int
+
+
 @kernel
 def compact_kernel(
-    ticket: Array,
-    tasks: int,
-    keys: int,
-    values: int,
-    key_strides: tuple[int, int, int],
-    value_strides: tuple[int, int, int],
-    tokens: int,
-    row: int,
-    kept: Array,
-    first: int,
-    block_ptr: Array,
-    table: Array,
-    begin: Array,
-    positions: Array,
-    block_size: int,
+    ticket: Array, tasks: int, keys: Any, values: Any, tokens: int, kept: Array, first: int, lists: Any
 ) -> None:
-    """One task = one list; sizes and strides in bytes."""
-    kv_heads = kept.shape[1]
+    """One task = one list; keys and values: address and strides of [B, Hkv, tokens], in bytes."""
+    kv_heads, block_ptr, table, size, row = kept.shape[1], lists.block_ptr, lists.table, lists.block_size, lists.row
+    (key_at, key_strides), (value_at, value_strides) = keys, values
     while True:
         task = count_up(ticket, 0)
         if task >= tasks:
             break
         b, h = task // kv_heads, task % kv_heads
-        key, value = (
-            keys + b * key_strides[0] + h * key_strides[1],
-            values + b * value_strides[0] + h * value_strides[1],
-        )
-        entry = begin[task]
+        key = key_at + b * key_strides[0] + h * key_strides[1]
+        value = value_at + b * value_strides[0] + h * value_strides[1]
+        entry = lists.begin[task]
         for i in range(tokens):
             token = first + i
             if kept[b, h, token] != 0:
-                place = block_ptr[table[task, entry // block_size]] + entry % block_size * row
+                place = block_ptr[table[task, entry // size]] + entry % size * row
                 copy_bytes(place, key + i * key_strides[2], row)
-                copy_bytes(place + block_size * row, value + i * value_strides[2], row)
-                positions[task, entry] = token
+                copy_bytes(place + size * row, value + i * value_strides[2], row)
+                lists.positions[task, entry] = token
                 entry += 1
         count_up(ticket, 1)
 
 
 def mark_retained(
-    average: Array,
-    valid: Array,
-    threshold_old: Array,
-    threshold_new: Array,
-    border: int,
-    first: int,
-    stop: int,
-    kept: Array,
-    counts: Array,
-    *,
-    kv_heads: int,
-    rule: Rule,
-) -> Launch:
+    average: Array, valid: Array, threshold_old: Array, threshold_new: Array, border: int, first: int, stop: int,
+    kept: Array, counts: Array, *, kv_heads: int, rule: Rule,
+) -> Launch:  # fmt: skip
     """Prepare deciding which of the tokens first..stop-1 each KV head keeps.
 
     It keeps the valid ones whose average, joined over the head's query heads, is above the row's threshold.
@@ -187,25 +163,23 @@ def mark_retained(
     if not 0 <= first <= stop <= covered:
         raise ValueError(f"tokens {first}..{stop}: average, valid and kept cover {covered}")
     args = (
-        average, valid, threshold_old, threshold_new, int(border), int(first), int(stop), kept, counts,
+        average,
+        valid,
+        (threshold_old, threshold_new),
+        int(border),
+        int(first),
+        int(stop),
+        kept,
+        counts,
         rule == "any",
-    )  # fmt: skip
+    )
     return Launch(mark_kernel, batch * kv_heads, args, 4 * batch * query_heads * (stop - first))
 
 
 def compact_tokens(
-    k: Array | torch.Tensor,
-    v: Array | torch.Tensor,
-    kept: Array,
-    first: int,
-    block_ptr: Array,
-    table: Array,
-    begin: Array,
-    positions: Array,
-    *,
-    block_size: int,
-    kv_dtype: torch.dtype,
-) -> Launch:
+    k: Array | torch.Tensor, v: Array | torch.Tensor, kept: Array, first: int, block_ptr: Array, table: Array,
+    begin: Array, positions: Array, *, block_size: int, kv_dtype: torch.dtype,
+) -> Launch:  # fmt: skip
     """Prepare appending the kept ones of t tokens to the list of each row and KV head, in ascending order.
 
     List i is that of row i // Hkv and KV head i % Hkv. Its entry e lies in record block_ptr[table[i, e // block_size]],
@@ -254,9 +228,7 @@ def compact_tokens(
         raise ValueError(
             f"lists of {longest} entries, from {begin} on: table and positions hold {room}; map more blocks"
         )
-    args: tuple[Any, ...] = (
-        key, value, key_strides[:3], value_strides[:3], tokens, dim * size, kept, int(first), block_ptr, table, begin,
-        positions, int(block_size),
-    )  # fmt: skip
+    into = _Lists(block_ptr, table, begin, positions, int(block_size), dim * size)
+    args = ((key, key_strides[:3]), (value, value_strides[:3]), tokens, kept, int(first), into)
     cost = 2 * int(counts.sum()) * dim * size + lists * tokens
     return Launch(compact_kernel, lists, args, cost, (k, v))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 
@@ -62,41 +62,55 @@ def update_weights(
         ValueError: shapes, devices or numbers that do not fit together.
     """
     batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
-    slots_there, size = pool.shape[2], pool.shape[4]
     fp32 = (torch.float32,)
     require(
         query.device,
-        average=(average, fp32, (batch, heads * group, slots_there, size)),
+        average=(average, fp32, (batch, heads * group, pool.shape[2], pool.shape[4])),
         lse=(lse, fp32, (batch, heads * group)),
     )
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} is not in (0, 1]")
+    listing, numbers = (pool, slots, blocks, counts, limits, valid), _Numbers(scale, softcap, alpha, share, after)
     if query.device.type not in ON_TRITON:
-        _by_torch(average, query, pool, slots, blocks, counts, limits, valid, lse, scale, softcap, alpha, share, after)
-        return
-    if group > MOST_HEADS:
+        _by_torch(average, query, listing, lse, numbers)
+    elif group <= MOST_HEADS:
+        _launch(average, query, listing, lse, numbers)
+    else:
         parts = [split_heads(tensor, heads) for tensor in (average, query, lse)]
-        rest = (pool, slots, blocks, counts, limits, valid)
         for some, asked, relative in zip(*parts, strict=True):
-            update_weights(
-                some, asked, *rest, relative, scale=scale, softcap=softcap, alpha=alpha, share=share, after=after
-            )
+            _launch(some, asked, listing, relative, numbers)
         average.copy_(regroup_heads(parts[0], heads))
-        return
-    sizes = tile_sizes(query, pool)
-    width = slots.shape[2]
-    update_weights_kernel[(batch * heads, -(-width * size // sizes["TILE"]))](
-        average, query, pool, slots, blocks, counts, limits, valid, lse, scale, 1.0 if softcap is None else softcap,
-        alpha, 0.0 if share is None else share, after, slots_there, width, 0 if valid is None else valid.shape[1],
+
+
+class _Numbers(NamedTuple):
+    """The last arguments of `update_weights`."""
+
+    scale: float
+    softcap: float | None
+    alpha: float
+    share: float | None
+    after: int
+
+
+def _launch(
+    average: torch.Tensor, query: torch.Tensor, listing: tuple[Any, ...], lse: torch.Tensor, numbers: _Numbers
+) -> None:
+    pool, slots, *_, valid = listing
+    scale, softcap, alpha, share, after = numbers
+    sizes, slots_there, width = tile_sizes(query, pool), pool.shape[2], slots.shape[2]
+    grid = pool.shape[0] * pool.shape[1], -(-width * sizes["SIZE"] // sizes["TILE"])
+    update_weights_kernel[grid](
+        average, query, *listing, lse, scale, 1.0 if softcap is None else softcap, alpha,
+        0.0 if share is None else share, after, slots_there, width, 0 if valid is None else valid.shape[1],
         CAPPED=softcap is not None, LARGEST=share is not None, **sizes, num_warps=4,
     )  # fmt: skip
 
 
 def _by_torch(
-    average: torch.Tensor, query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor,
-    counts: torch.Tensor, limits: torch.Tensor, valid: torch.Tensor | None, lse: torch.Tensor, scale: float,
-    softcap: float | None, alpha: float, share: float | None, after: int,
-) -> None:  # fmt: skip
+    average: torch.Tensor, query: torch.Tensor, listing: tuple[Any, ...], lse: torch.Tensor, numbers: _Numbers
+) -> None:
+    pool, slots, blocks, counts, limits, valid = listing
+    scale, softcap, alpha, share, after = numbers
     batch, heads, slots_there, _, size, _ = pool.shape
     position, seen = seen_tokens(blocks, counts, limits, valid, size)
     age = (limits[0] - position[:, :, None]).clamp(min=1).float()
