@@ -14,7 +14,8 @@ from references import cpu as reference
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.kernels.digest_scores import Vectors, vectors
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
-from hf_offload.cpu.launch import Launch, jit_for_python
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import Launch, jit_for_python, tag_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BITS = {torch.float32: torch.float32, torch.float16: torch.int16, torch.bfloat16: torch.uint16}
@@ -53,6 +54,13 @@ class Case:
     valid: torch.Tensor
     holes: torch.Tensor
     length: int
+
+    def host_blocks(self, dtype: torch.dtype, packed: Any = None) -> HostBlocks:
+        """The rows as kernels take them."""
+        return HostBlocks(
+            tag_of(dtype), self.block_ptr, self.table.numpy(), self.holes.numpy(), self.valid.numpy(),
+            self.clean.shape[3], packed,
+        )  # fmt: skip
 
 
 def given_masses(

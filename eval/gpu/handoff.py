@@ -16,9 +16,10 @@ from gpu.supervise import Report
 from hf_offload.attention.graph_capture import Announced, Capture, Recorder, undisturbed
 from hf_offload.cache.host_pool import HostPool
 from hf_offload.cpu.host_signals import Doorbell
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.move_records import touch_records
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu.handover import Inbox, hand_over
 
 LAYERS = 36
@@ -64,16 +65,17 @@ def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
     rng = np.random.default_rng(0)
     query = rng.standard_normal((1, 4 * heads, dim), dtype=np.float32)
     chosen = np.sort(np.stack([rng.choice(blocks, count, replace=False) for _ in range(heads)])[None].astype(np.int32))
-    arrays: tuple[Any, ...] = (
-        query, pool.block_ptr, np.arange(blocks, dtype=np.int32)[None], chosen, np.full((1, heads), count, np.int32),
-        np.zeros((1, blocks), np.uint8), np.ones((1, blocks * size), np.uint8), blocks * size,
+    held = HostBlocks(
+        tag_of(dtype), pool.block_ptr, np.arange(blocks, dtype=np.int32)[None], np.zeros((1, blocks), np.uint8),
+        np.ones((1, blocks * size), np.uint8), size,
     )  # fmt: skip
+    arrays: tuple[Any, ...] = query, held, chosen, np.full((1, heads), count, np.int32), blocks * size
 
     def launch() -> Launch:
         assert pool.slabs  # they live as long as their addresses are used
-        return sparse_decode(
+        return decode_attention(
             *arrays, np.empty_like(query), np.empty(query.shape[:2], np.float32), np.empty_like(query),
-            kv_dtype=dtype, block_size=size, scale=dim**-0.5, softcap=None,
+            scale=dim**-0.5, softcap=None,
         )  # fmt: skip
 
     return launch

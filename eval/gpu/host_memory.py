@@ -18,8 +18,9 @@ from common import percentiles
 from gpu.models import free_pinned
 from gpu.options import Options
 from hf_offload.cpu.host_signals import Doorbell, Item
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.kernels.decode_attention import decode_attention
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.streams import RECALLS, stream_for
 
@@ -134,14 +135,14 @@ class Blocks:
         table = np.repeat(np.arange(self.physical, dtype=np.int32)[None], batch, 0)
         length = self.physical * BLOCK
         holes, valid = np.zeros((batch, self.physical), np.uint8), np.ones((batch, length), np.uint8)
+        held = HostBlocks(tag_of(self.dtype), self.address, table, holes, valid, BLOCK)
 
         def one() -> Launch:
             query = self.rng.standard_normal((batch, GROUP * KV_HEADS, DIM), dtype=np.float32)
             blocks = self.chosen(batch, self.count)
-            return sparse_decode(
-                query, self.address, table, blocks, np.full(blocks.shape[:2], self.count, np.int32), holes, valid,
-                length, np.empty_like(query), np.empty(query.shape[:2], np.float32), np.empty_like(query),
-                kv_dtype=self.dtype, block_size=BLOCK, scale=DIM**-0.5, softcap=None,
+            return decode_attention(
+                query, held, blocks, np.full(blocks.shape[:2], self.count, np.int32), length, np.empty_like(query),
+                np.empty(query.shape[:2], np.float32), np.empty_like(query), scale=DIM**-0.5, softcap=None,
             )  # fmt: skip
 
         return [one() for _ in range(count)]

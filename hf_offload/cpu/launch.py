@@ -232,7 +232,13 @@ class _Internal(CPUDispatcher):
         return super().get_call_template(tuple(map(types.unliteral, args)), kws)
 
 
-_OPTIONS = {"nopython": True, "nogil": True, "boundscheck": False, "error_model": "numpy", "no_cfunc_wrapper": True}
+_OPTIONS: Any = {
+    "nopython": True,
+    "nogil": True,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+}
 
 
 def jit(function: Function) -> Function:
@@ -245,7 +251,7 @@ def jit(function: Function) -> Function:
     return cast(Function, compiled)
 
 
-_BORROWING = _OPTIONS | {"_nrt": False}
+_BORROWING: Any = _OPTIONS | {"_nrt": False}
 
 
 def borrowing(function: Function, *, inline: bool = False) -> Function:

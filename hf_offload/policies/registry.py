@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
         raise ValueError(f"policy={policy!r} is unknown; use one of {', '.join(sorted(POLICIES))}")
     cls = POLICIES[policy]
     allowed = [field.name for field in dataclasses.fields(cls) if field.init]
-    unknown = sorted(set(knobs) - set(allowed))
+    unknown = sorted(set(knobs) - set(inspect.signature(cls).parameters))
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)}: not a knob of policy {policy!r} or of HybridCache; "

@@ -9,7 +9,7 @@ import torch
 from pools import Case, make_case, run
 from references import cpu as reference
 
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 
 BATCH, HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 3, 64, 16, 200
 
@@ -72,13 +72,12 @@ def test_decode(seed: int, kind: str, dtype: torch.dtype) -> None:
     blocks = torch.arange(count, dtype=torch.int32).expand(BATCH, HEADS, -1).contiguous()
     counts = torch.full((BATCH, HEADS), count, dtype=torch.int32)
     out, lse = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0)
-    launch = sparse_decode(
-        query.numpy(), case.block_ptr, case.table.numpy(), blocks.numpy(), counts.numpy(), case.holes.numpy(),
-        case.valid.numpy(), LENGTH, out.numpy(), lse.numpy(), None, kv_dtype=dtype, block_size=BLOCK,
+    launch = decode_attention(
+        query.numpy(), case.host_blocks(dtype), blocks.numpy(), counts.numpy(), LENGTH, out.numpy(), lse.numpy(),
         scale=DIM**-0.5, softcap=None,
     )  # fmt: skip
     run(launch, threads=2)
-    want_out, want_lse, _ = reference.sparse_decode(
+    want_out, want_lse, _ = reference.attend_blocks(
         query, case.clean, case.table, blocks, counts, case.valid, LENGTH, scale=DIM**-0.5, softcap=None
     )
     keys = case.clean[case.table.long()][:, :, :, 0].double().repeat_interleave(GROUP, 2)

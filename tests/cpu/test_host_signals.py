@@ -16,7 +16,7 @@ from forks import in_fork
 from pools import make_case
 
 from hf_offload.cpu.host_signals import Doorbell, Item
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.launch import Array, Launch
 from hf_offload.cpu.thread_pool import WorkerError
 
@@ -262,10 +262,9 @@ def test_attention_epoch_after_epoch(threads: int) -> None:
     counts = np.full((1, kv_heads), 160, np.int32)
 
     def attend(out: Array, lse: Array) -> Launch:
-        return sparse_decode(
-            query, case.block_ptr, case.table.numpy(), blocks, counts, case.holes.numpy(), case.valid.numpy(), length,
-            out, lse, None, kv_dtype=torch.float32, block_size=size, scale=0.2, softcap=None,
-        )  # fmt: skip
+        return decode_attention(
+            query, case.host_blocks(torch.float32), blocks, counts, length, out, lse, scale=0.2, softcap=None
+        )
 
     out, want = np.zeros_like(query), np.zeros_like(query)
     lse, want_lse = np.zeros(query.shape[:2], np.float32), np.zeros(query.shape[:2], np.float32)

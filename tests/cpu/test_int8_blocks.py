@@ -11,8 +11,10 @@ from pools import packed_pool
 from references import cpu as reference
 
 from hf_offload.cache.host_pool import HostPool
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes, unpack_records
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import tag_of
 
 GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
 
@@ -108,12 +110,13 @@ def test_decode_over_packed_and_plain_blocks(
     scores = torch.full((*query.shape[:2], blocks * block_size), 7.0)
     arrays = (table, chosen, counts, holes, valid)
     tables, picks, many, gaps, seen = (x.numpy() for x in arrays)
-    sparse_decode(
-        query.numpy(), pool.block_ptr, tables, picks, many, gaps, seen, length, out.numpy(), lse.numpy(),
-        means.numpy() if kbar else None, kv_dtype=dtype, block_size=block_size, scale=0.3, softcap=softcap,
-        packed=Int8Records(packed_bytes(dim, block_size)), scores=scores.numpy(),
+    packed = Int8Records(packed_bytes(dim, block_size))
+    held_blocks = HostBlocks(tag_of(dtype), pool.block_ptr, tables, gaps, seen, block_size, packed)
+    decode_attention(
+        query.numpy(), held_blocks, picks, many, length, out.numpy(), lse.numpy(), means.numpy() if kbar else None,
+        scale=0.3, softcap=softcap, scores=scores.numpy(),
     ).run()  # fmt: skip
-    want = reference.sparse_decode(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
+    want = reference.attend_blocks(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
     bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item()) * held.abs().max().item()
     torch.testing.assert_close(out.double(), want[0], rtol=0, atol=bound)
     torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
@@ -153,12 +156,15 @@ def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
     counts = torch.full((1, kv_heads), chosen.shape[2], dtype=torch.int32)
     valid, holes = torch.ones(1, blocks * size, dtype=torch.uint8), torch.zeros(1, blocks, dtype=torch.uint8)
     out, lse, scale = torch.empty_like(query), torch.empty(query.shape[:2]), dim**-0.5
-    sparse_decode(
-        query.numpy(), pool.block_ptr, table.numpy(), chosen.numpy(), counts.numpy(), holes.numpy(), valid.numpy(),
-        blocks * size, out.numpy(), lse.numpy(), None, kv_dtype=torch.float16, block_size=size, scale=scale,
-        softcap=None, packed=Int8Records(packed_bytes(dim, size)),
+    packed = Int8Records(packed_bytes(dim, size))
+    held_blocks = HostBlocks(
+        tag_of(torch.float16), pool.block_ptr, table.numpy(), holes.numpy(), valid.numpy(), size, packed
+    )
+    decode_attention(
+        query.numpy(), held_blocks, chosen.numpy(), counts.numpy(), blocks * size, out.numpy(), lse.numpy(),
+        scale=scale, softcap=None,
     ).run()  # fmt: skip
-    want = reference.sparse_decode(query, held, table, chosen, counts, valid, blocks * size, scale=scale, softcap=None)
+    want = reference.attend_blocks(query, held, table, chosen, counts, valid, blocks * size, scale=scale, softcap=None)
     keys, values = held[1::2, :, 0].repeat_interleave(group, 1), held[1::2, :, 1]  # [n, H, size, D]
     largest = (query.double() * keys.abs().amax(2)).abs().amax((0, 2))  # product of a channel, a head
     score = scale * dim / 65534 * largest
@@ -177,10 +183,9 @@ def test_a_query_that_is_not_finite_does_not_go_unnoticed() -> None:
     one = np.ones((1, 1), np.int32)
     out, lse = np.zeros((1, 2, 16), np.float32), np.zeros((1, 2), np.float32)
     valid, holes, table = np.ones((1, 16), np.uint8), np.zeros((1, 2), np.uint8), np.array([[0, 1]], np.int32)
-    sparse_decode(
-        query.numpy(), pool.block_ptr, table, one[None], one, holes, valid, 16, out, lse, None,
-        kv_dtype=torch.float32, block_size=8, scale=1.0, softcap=None, packed=Int8Records(packed_bytes(16, 8)),
-    ).run()  # fmt: skip
+    packed = Int8Records(packed_bytes(16, 8))
+    blocks = HostBlocks(tag_of(torch.float32), pool.block_ptr, table, holes, valid, 8, packed)
+    decode_attention(query.numpy(), blocks, one[None], one, 16, out, lse, scale=1.0, softcap=None).run()
     assert np.isnan(lse).all()
     assert np.isnan(out).all()
 

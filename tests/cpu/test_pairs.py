@@ -1,4 +1,4 @@
-"""`draw_pairs` and `attend_pairs` against float64: what is drawn, with which weight, and attention to it."""
+"""`draw_pairs`, and `decode_attention` to pairs, against float64: what is drawn, with which weight, and attention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pools import Case, bits, for_python, make_case, packed_pool, run
 from references import cpu as reference
 
 from hf_offload.cpu.kernels import draw_pairs as drawing
+from hf_offload.cpu.kernels.block import STEP_TOKENS
+from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, Pairs, decode_attention
 from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, vectors
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
@@ -22,15 +24,13 @@ from hf_offload.cpu.kernels.draw_pairs import (
     PairLists,
     Resident,
     Thresholds,
-    Unsealed,
-    draw_missing,
     draw_pairs,
     kept_masses,
     most_pairs,
     order_of,
 )
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
-from hf_offload.cpu.kernels.pair_decode import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, STEP, attend_pairs
+from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
 from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
@@ -39,6 +39,7 @@ draw_head, finish_weights = for_python(drawing.draw_head, drawing.finish_weights
 
 
 POSITION, LAYER = 12_345, 3
+STEP = STEP_TOKENS // 2
 
 
 def thresholds(numbers: range, position: int = POSITION) -> torch.Tensor:
@@ -77,8 +78,8 @@ def test_the_rule(kind: str, first: int, last: int, samples: int) -> None:
     count = 0
     for begin, end in ((first, (first + last) // 2), ((first + last) // 2, last)):
         count = draw_head(
-            bits(masses).ctypes.data, 2080, group, factors.numpy(), 0, chunk, begin, end, float(samples),
-            order_of(1040), begins, shift_of(POSITION), pairs, weights, count, 1024,
+            bits(masses), factors.numpy(), 0, float(samples), chunk, begin, end, order_of(1040), begins,
+            shift_of(POSITION), pairs, weights, count, 1024,
         )  # fmt: skip
     finish_weights(weights, count)
     start = max(first, begins)  # before that there is padding
@@ -109,8 +110,7 @@ def test_a_list_without_room_is_reported() -> None:
     masses, weights = torch.ones(1, 80, dtype=torch.bfloat16), np.zeros(64, np.float32)
     pairs = np.full(64, -1, np.int32)
     arguments = (
-        bits(masses).ctypes.data, 160, 1, np.ones((1, 1), np.float32), 0, 64, 0, 64, 1.0, order_of(80), 0, 0, pairs,
-        weights,
+        bits(masses), np.ones((1, 1), np.float32), 0, 1.0, 64, 0, 64, order_of(80), 0, 0, pairs, weights,
     )  # fmt: skip
     assert draw_head(*arguments, 10, 40) == 74
     assert (pairs[40:] == -1).all()
@@ -169,13 +169,12 @@ class Drawn:
             torch.zeros(batch, kv_heads, dtype=torch.int32),
         )
         masses = np.empty((batch, kv_heads * group, kept_masses(blocks, count)), MASSES)
-        unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), size)
         self.tally = np.zeros(4, np.int64)
         launch = draw_pairs(
-            query.numpy(), digest, case.table.numpy(), unsealed, Always(low, high, recent),
-            thresholds_of(low), blocks, length, masses,
-            self.pairs.numpy(), self.weights.numpy(), self.counts.numpy(), samples=samples, join=join,
-            scale=dim**-0.5, softcap=None, tally=self.tally,
+            query.numpy(), digest, case.table.numpy(), Always(low, high, recent), thresholds_of(low), masses,
+            PairLists(self.pairs.numpy(), self.weights.numpy(), self.counts.numpy()), n_sealed=blocks, length=length,
+            samples=samples, join=join, scale=dim**-0.5, softcap=None, unsealed=case.host_blocks(torch.float32),
+            tally=self.tally,
         )  # fmt: skip
         run(launch, threads)
         tokens = int((2 * self.counts).clamp(max=length).sum())
@@ -314,11 +313,12 @@ def test_a_draw_beside_resident_blocks(
             torch.zeros(batch, kv_heads, -(-width // 16) * 16),
         )
         tally, portion = np.zeros(4, np.int64), np.zeros((batch, kv_heads * group), np.float32)
-        launch = draw_missing(
-            query.numpy(), digest, table.numpy(), Resident(held.numpy(), numbers.numpy(), score.numpy()),
-            Thresholds.of(LAYER, first, most, limits), tail.numpy(),
-            np.empty((batch, kv_heads * group, kept_masses(width, count)), MASSES), pairs.numpy(), weights.numpy(),
-            counts.numpy(), portion, samples=samples, join=join, scale=dim**-0.5, softcap=None, kept=kept, tally=tally,
+        launch = draw_pairs(
+            query.numpy(), digest, table.numpy(), Resident(held.numpy(), numbers.numpy(), score.numpy(), portion),
+            Thresholds.of(LAYER, first, most, limits),
+            np.empty((batch, kv_heads * group, kept_masses(width, count)), MASSES),
+            PairLists(pairs.numpy(), weights.numpy(), counts.numpy()), n_sealed=width, length=0, samples=samples,
+            join=join, scale=dim**-0.5, softcap=None, tail=tail.numpy(), kept=kept, tally=tally,
         )  # fmt: skip
         run(launch, threads)
         found.append((pairs, weights, counts, score[:, :, :blocks], torch.from_numpy(portion)))
@@ -368,12 +368,14 @@ def test_what_is_resident_changes_no_other_decision() -> None:
     for resident in ([5, 6, 290], [], list(range(100, 200))):
         held = torch.tensor([*resident, blocks - 1], dtype=torch.int32).expand(2, 2, -1).contiguous()
         lists = PairLists.of(2, 2, room)
-        draw_missing(
+        counts, portion = np.full((2, 2), held.shape[2], np.int32), np.zeros((2, 6), np.float32)
+        draw_pairs(
             query.numpy(), digest, table.numpy(),
-            Resident(held.numpy(), np.full((2, 2), held.shape[2], np.int32), np.zeros((2, 2, 304), np.float32)),
-            Thresholds.of(LAYER, np.array([0, 64], np.int32), blocks * count), tail.numpy(),
-            np.empty((2, 6, kept_masses(blocks, count)), MASSES), *lists, np.zeros((2, 6), np.float32),
-            samples=samples, join="max", scale=dim**-0.5, softcap=None, length=2 * count * blocks - 7,
+            Resident(held.numpy(), counts, np.zeros((2, 2, 304), np.float32), portion),
+            Thresholds.of(LAYER, np.array([0, 64], np.int32), blocks * count),
+            np.empty((2, 6, kept_masses(blocks, count)), MASSES), lists, n_sealed=blocks,
+            length=2 * count * blocks - 7, samples=samples, join="max", scale=dim**-0.5, softcap=None,
+            tail=tail.numpy(),
         ).run()  # fmt: skip
         for b, h in np.ndindex(2, 2):
             pairs, weights = (x[b, h, : lists.counts[b, h]].tolist() for x in (lists.pairs, lists.weights))
@@ -397,15 +399,14 @@ def test_arguments_that_do_not_fit() -> None:
 
     def make(
         digest: Any = one, room: int = 24, samples: int = 4, join: str = "max", masses: int = 144, sinks: int = 0,
-        recent: int = 0,
+        recent: int = 0, tail: np.ndarray[Any, Any] | None = None,
     ) -> Launch:  # fmt: skip
         low, high = np.zeros(1, np.int32), np.full(1, sinks, np.int32)
-        unsealed = Unsealed(tag_of(torch.float32), case.block_ptr, case.holes.numpy(), case.valid.numpy(), 16)
         return draw_pairs(
-            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), unsealed, Always(low, high, recent),
-            Thresholds.of(0, low, 16), 2, 40, np.empty((1, 1, masses), MASSES), np.empty((1, 1, room), np.int32),
-            np.empty((1, 1, room), np.float32), np.empty((1, 1), np.int32), samples=samples, join=join, scale=0.2,
-            softcap=None,
+            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), Always(low, high, recent),
+            Thresholds.of(0, low, 16), np.empty((1, 1, masses), MASSES), PairLists.of(1, 1, room), n_sealed=2,
+            length=40, samples=samples, join=join, scale=0.2, softcap=None,
+            unsealed=case.host_blocks(torch.float32), tail=tail,
         )  # fmt: skip
 
     make()
@@ -418,6 +419,7 @@ def test_arguments_that_do_not_fit() -> None:
         ({"samples": 0}, "samples 0"),
         ({"join": "raw"}, "join 'raw'"),
         ({"masses": 143}, "masses"),
+        ({"tail": np.zeros((1, 1), np.float32)}, "one of unsealed and tail"),
     ):
         with pytest.raises(ValueError, match=why):
             make(**wrong)
@@ -470,11 +472,13 @@ def test_attention(
         out, kbar = torch.full_like(query, 7), torch.full_like(query, 7)
         lse, errors = torch.full(query.shape[:2], 7.0), torch.full(query.shape[:2], 7.0)
         tally = np.zeros(2 + ERROR_BINS, np.int64)
-        launch = attend_pairs(
-            query.numpy(), case.block_ptr, case.table.numpy(), pairs.numpy(), weights.numpy(), counts.numpy(),
-            case.holes.numpy(), case.valid.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(), kv_dtype=dtype,
-            block_size=block_size, scale=dim**-0.5, softcap=softcap, portion=portion.numpy(), errors=errors.numpy(),
-            tally=tally, skipped=None if skipped is None else skipped.numpy(),
+        more = Pairs.of(
+            weights.numpy(), kv_heads * group, skipped=None if skipped is None else skipped.numpy(),
+            portion=portion.numpy(), errors=errors.numpy(), tally=tally,
+        )  # fmt: skip
+        launch = decode_attention(
+            query.numpy(), case.host_blocks(dtype), pairs.numpy(), counts.numpy(), length, out.numpy(), lse.numpy(),
+            kbar.numpy(), scale=dim**-0.5, softcap=softcap, pairs=more,
         )  # fmt: skip
         run(launch, threads)
         found.append((out, lse, kbar, errors))
@@ -523,11 +527,16 @@ def test_attention_over_packed_and_plain_blocks(
     pairs, weights, counts = _lists(blocks, block_size, kv_heads, 2, blocks * block_size // 2 - 5)
     for threads in (1, 3):
         out, lse, kbar = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
-        launch = attend_pairs(
-            query.numpy(), pool.block_ptr, table.numpy(), pairs.numpy(), weights.numpy(), counts.numpy(),
-            holes.numpy(), valid.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(), kv_dtype=dtype,
-            block_size=block_size, scale=dim**-0.5, softcap=softcap, packed=Int8Records(packed_bytes(dim, block_size)),
-            skipped=None if skipped is None else skipped.numpy(),
+        packed = Int8Records(packed_bytes(dim, block_size))
+        mixed = HostBlocks(
+            tag_of(dtype), pool.block_ptr, table.numpy(), holes.numpy(), valid.numpy(), block_size, packed
+        )
+        more = Pairs.of(
+            weights.numpy(), kv_heads * group, skipped=None if skipped is None else skipped.numpy()
+        )  # fmt: skip
+        launch = decode_attention(
+            query.numpy(), mixed, pairs.numpy(), counts.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(),
+            scale=dim**-0.5, softcap=softcap, pairs=more,
         )  # fmt: skip
         run(launch, threads)
         want = reference.attend_pairs(

@@ -14,11 +14,10 @@ from tiny import prompt, spread_weights, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_offload
-from hf_offload import Plan, measuring
+from hf_offload import measuring
 from hf_offload.cache.checks import Checks
 from hf_offload.cpu.kernels.draw_pairs import most_pairs
-from hf_offload.policies import quest, scout
-from hf_offload.policies.base import EVER
+from hf_offload.policies.choices import DrawnPairs
 from walk import configs
 
 BLOCK, PROMPT, STEPS = 16, 150, 24
@@ -29,12 +28,7 @@ SPLIT = {"tier": "split", "resident": 96, "block_size": BLOCK}
 @pytest.fixture
 def always_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw in short contexts, too."""
-    for module in (scout, quest):
-        monkeypatch.setattr(
-            module,
-            "draw",
-            lambda step, join, samples, ahead=None: Plan(step.attend_drawn(join, samples, ahead), until=EVER),
-        )
+    monkeypatch.setattr(DrawnPairs, "blocks", lambda choice, size: 0)
 
 
 def decode(model: Any, cache: Any, batch: int = 1, steps: int = STEPS, **options: Any) -> torch.Tensor:
@@ -54,15 +48,14 @@ def model_of_type(model_type: str, attn_implementation: str) -> Any:
     return spread_weights(made).eval()
 
 
-@pytest.mark.parametrize("name", ["scout", "quest"])
 @pytest.mark.parametrize(
     ("family", "batch"), [("llama", 3), ("llama", 1), pytest.param("gemma3", 3, marks=pytest.mark.slow)]
 )
-def test_with_all_pairs_it_is_full_attention(family: str, batch: int, name: str, always_drawn: None) -> None:
+def test_with_all_pairs_it_is_full_attention(family: str, batch: int, always_drawn: None) -> None:
     stock, model = tiny_model(family, "sdpa"), tiny_model(family)
     want = decode(stock, DynamicCache(config=stock.config), batch)
     for join in ("max", "mean"):
-        cache = hf_offload.HybridCache(model, name, samples=10**7, join=join, block_size=BLOCK, sinks=16)
+        cache = hf_offload.HybridCache(model, "scout", samples=10**7, join=join, block_size=BLOCK, sinks=16)
         found = decode(model, cache, batch)
         assert torch.equal(found.argmax(-1), want.argmax(-1))
         assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
@@ -94,31 +87,30 @@ def test_a_real_model_loses_little(smollm2: Any) -> None:
         full = follow(known)
         known.crop(-16)
         with hf_offload.enabled(model):
-            for name in ("scout", "quest"):
-                cache = hf_offload.HybridCache.from_cache(known, model, name, samples=128)
-                assert float((full.exp() * (full - follow(cache))).sum(-1).mean()) < 0.005, name
+            cache = hf_offload.HybridCache.from_cache(known, model, "scout", samples=128)
+            assert float((full.exp() * (full - follow(cache))).sum(-1).mean()) < 0.005
 
 
 def test_sinks_are_attended_where_keys_are_drawn() -> None:
     """A digest says little of a first token that attracts every query. Quest's own form has no sinks."""
-    assert hf_offload.Quest(samples=64).sinks == hf_offload.Scout(samples=64).sinks == 4
+    assert hf_offload.Scout(samples=64).sinks == 4
     assert hf_offload.Quest(budget=64).sinks == 0
 
 
-@pytest.mark.parametrize("name", ["scout", "quest"])
 @pytest.mark.parametrize(("length", "recent"), [(100, 31), (100, 0), (21, 32), (20, 5)])
-def test_what_is_always_attended(length: int, recent: int, name: str, always_drawn: None) -> None:
+def test_what_is_always_attended(length: int, recent: int, always_drawn: None) -> None:
     """Sinks and newest tokens by pairs, also behind odd padding, and where both overlap."""
     ids, mask = prompt(3, length)
     mask[1, :7], mask[2, : length - 2] = 0, 0
     model = tiny_model("llama")
-    cache = hf_offload.HybridCache(model, name, samples=1, sinks=5, recent=recent, block_size=8)
+    cache = hf_offload.HybridCache(model, "scout", samples=1, sinks=5, recent=recent, block_size=8)
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
     length = cache.get_seq_length()
     sealed = (length - 1) // 8 * 8
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     for layer in cache.layers:
-        pairs, weights, counts = layer.steps[True]._drawn.pairs
+        selection = layer.steps[True]._drawn.selection
+        pairs, weights, counts = selection.items, selection.weights.weights, selection.counts
         for b in range(3):
             first = int(mask[b].argmax())
             late = max(sealed - recent, min(first, sealed))
@@ -423,7 +415,7 @@ def test_drafts_are_steps_of_their_own() -> None:
         ("scout", {"samples": 0}, "samples=0"),
         ("scout", {"samples": 64, "digest": "quest"}, 'needs digest="submean"'),
         ("scout", {"samples": 64, "join": "raw"}, "no share"),
-        ("quest", {"samples": 64, "tier": "split"}, "fetches whole blocks"),
+        ("quest", {"samples": 64}, "use policy 'scout' with samples=64, recent=0"),
         ("hgca", {"rescue": -1}, "rescue=-1"),
         ("scout", {"check_every": 0}, "check_every=0"),
     ],

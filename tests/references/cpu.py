@@ -56,7 +56,7 @@ def attend(
     return weights @ values, torch.logsumexp(scores, 0), (weights * slope) @ keys
 
 
-def sparse_decode(
+def attend_blocks(
     query: Tensor,
     pool: Tensor,
     table: Tensor,
@@ -68,7 +68,7 @@ def sparse_decode(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, of `kernels.sparse_decode.sparse_decode`."""
+    """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, of `decode_attention` to blocks."""
     group = query.shape[1] // pool.shape[1]
     rows = []
     for b, heads in enumerate(query.double()):
@@ -155,7 +155,7 @@ def listed_scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return `scores` [B, Hq, C * block_size], float64, of `sparse_decode`; NaN where it writes none."""
+    """Return `scores` [B, Hq, C * block_size], float64, of `decode_attention`; NaN where it writes none."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
     scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64, device="cpu")
     for b, heads in enumerate(query.double()):
@@ -179,7 +179,7 @@ def tail_lse(
     end = max(first_block, -(-length // pool.shape[3]))
     blocks = torch.arange(first_block, end, device="cpu").expand(query.shape[0], pool.shape[1], -1)
     counts = torch.full(blocks.shape[:2], end - first_block, dtype=torch.int64, device="cpu")
-    return sparse_decode(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=softcap)[1]
+    return attend_blocks(query, pool, table, blocks, counts, valid, length, scale=scale, softcap=softcap)[1]
 
 
 def pack_block(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

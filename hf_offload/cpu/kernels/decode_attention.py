@@ -734,11 +734,8 @@ def attention_kernel(
     ticket: Array, tasks: int, full: Any, rest: Any, attention: Any, length: int, finished: Array
 ) -> None:  # fmt: skip
     """One task = one part of the list of one (row, KV head); the thread that finishes its last part merges them."""
-    parts, floats, lists = (
-        attention.parts,
-        attention_scratch(attention),
-        attention_lists(attention, attention.blocks.packed),
-    )
+    parts, packed = attention.parts, attention.blocks.packed
+    floats, lists = attention_scratch(attention), attention_lists(attention, packed)
     task = count_up(ticket, 0)
     while task < tasks:
         following = reserve(ticket, tasks)

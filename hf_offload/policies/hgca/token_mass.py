@@ -241,7 +241,7 @@ class TokenMass(LayerState):
 
     def _weigh(self, span: Span, queries: np.ndarray, length: int, scores: Scores) -> Iterator[Launch]:
         """Update the averages of a span's tokens with the weights that the newest queries give them."""
-        store, padding = self.store, self.store.padding
+        store = self.store
         mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
         lse = np.empty(mine.shape[:3], np.float32)
         pool = store.host_blocks

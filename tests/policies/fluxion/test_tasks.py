@@ -10,8 +10,8 @@ import pytest
 import torch
 from pools import Case, bits, make_case, run
 
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest, vectors
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
 from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.policies.fluxion.kernels.scheduler import TaskLists, make_task_lists, take_task, whole_tasks
 from hf_offload.policies.fluxion.kernels.selector import Budgets, Chosen, rank_tasks, retrieve_blocks
@@ -53,10 +53,9 @@ class Work:
             Chosen(self.first, self.end, self.spans, self.runs, self.blocks, self.counts), sums=False, scale=1.0,
             softcap=None,
         )  # fmt: skip
-        attention = sparse_decode(
-            self.query.numpy(), self.case.block_ptr, table, self.blocks, self.counts, self.case.holes.numpy(),
-            self.case.valid.numpy(), length, self.out, self.lse, None, kv_dtype=DTYPE, block_size=BLOCK, scale=0.2,
-            softcap=None,
+        attention = decode_attention(
+            self.query.numpy(), self.case.host_blocks(DTYPE), self.blocks, self.counts, length, self.out, self.lse,
+            scale=0.2, softcap=None,
         )  # fmt: skip
         return choice, attention
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.cpu.kernels import sparse_decode as cpu_decode
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
 
 BLOCK, HEADS, DIM = 8, 2, 16
@@ -183,9 +183,8 @@ def test_the_kernel_attends_what_the_lists_hold() -> None:
     plain.lists[3] = []
     query = np.random.default_rng(0).standard_normal((4, 3, DIM), np.float32)
     out, lse = np.empty_like(query), np.empty((4, 3), np.float32)
-    cpu_decode.sparse_decode(
-        query, retained.pool.block_ptr, retained.table, retained.blocks, retained.block_counts, retained.holes,
-        retained.valid, retained.capacity, out, lse, None, kv_dtype=torch.float32, block_size=BLOCK, scale=0.25,
+    decode_attention(
+        query, retained.host_blocks, retained.blocks, retained.block_counts, retained.capacity, out, lse, scale=0.25,
         softcap=None,
     )()  # fmt: skip
     for i, mine in enumerate(plain.lists):

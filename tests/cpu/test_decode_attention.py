@@ -1,4 +1,4 @@
-"""`sparse_decode.sparse_decode` against float64."""
+"""`decode_attention` to blocks against float64; `test_pairs.py` has that to pairs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from references import cpu as reference
 
 from hf_offload.cpu.kernels import parts as splitting
 from hf_offload.cpu.kernels.block import STEP_TOKENS
+from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
 from hf_offload.cpu.kernels.parts import PART_TOKENS
-from hf_offload.cpu.kernels.sparse_decode import sparse_decode
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import tag_of
 
-most_part_blocks, part_blocks = for_python(splitting.most_part_blocks, splitting.part_blocks)
+most_part_items, part_items = for_python(splitting.most_part_items, splitting.part_items)
 
 
 def _choose(case: Case, kv_heads: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,15 +45,14 @@ def _check(
     blocks, counts = _choose(case, kv_heads, capacity=9)
     out, means = torch.full_like(query, 7), torch.full_like(query, 7)
     lse, raw = torch.full(query.shape[:2], 7.0), torch.full((*query.shape[:2], 9 * block_size), 7.0)
-    launch = sparse_decode(
-        query.numpy(), case.block_ptr, case.table.numpy(), blocks.numpy(), counts.numpy(), case.holes.numpy(),
-        case.valid.numpy(), case.length, out.numpy(), lse.numpy(), means.numpy() if kbar else None,
-        kv_dtype=dtype, block_size=block_size, scale=scale, softcap=softcap, scores=raw.numpy() if scores else None,
+    launch = decode_attention(
+        query.numpy(), case.host_blocks(dtype), blocks.numpy(), counts.numpy(), case.length, out.numpy(), lse.numpy(),
+        means.numpy() if kbar else None, scale=scale, softcap=softcap, scores=raw.numpy() if scores else None,
     )  # fmt: skip
     assert launch.tasks % (batch * kv_heads) == 0
     assert launch.cost > 0
     run(launch, threads)
-    want = reference.sparse_decode(
+    want = reference.attend_blocks(
         query, case.clean, case.table, blocks, counts, case.valid, case.length, scale=scale, softcap=softcap
     )
     bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item())
@@ -116,10 +117,9 @@ def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
         for h in range(2):
             blocks[0, h, : counts[0, h]] = torch.arange(counts[0, h], dtype=torch.int32)
         out, lse = torch.empty_like(query), torch.empty(1, 4)
-        launch = sparse_decode(
-            query.numpy(), case.block_ptr, case.table.numpy(), blocks.numpy(), counts.numpy(), case.holes.numpy(),
-            case.valid.numpy(), case.length, out.numpy(), lse.numpy(), None, kv_dtype=torch.float32, block_size=16,
-            scale=0.2, softcap=None,
+        launch = decode_attention(
+            query.numpy(), case.host_blocks(torch.float32), blocks.numpy(), counts.numpy(), case.length, out.numpy(),
+            lse.numpy(), scale=0.2, softcap=None,
         )  # fmt: skip
         run(launch, threads=2)
         found.append((launch.tasks, out, lse))
@@ -130,8 +130,8 @@ def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 170, 600, 2048])
 def test_parts_are_even_and_no_more_than_there_are_tokens_for(count: int) -> None:
-    share = part_blocks(count, 21, 16, 2)
-    assert share <= most_part_blocks(2048, 21, 16, 2)
+    share = part_items(count, 21, 16, 2)
+    assert share <= most_part_items(2048, 21, 16, 2)
     used = -(-count // share)
     assert share % 2 == 0
     assert used <= min(21, max(-(-count * 16 // 512), 1))
@@ -143,9 +143,9 @@ def test_no_count_makes_larger_parts_than_there_is_room_for(block_size: int) -> 
     step = max(1, STEP_TOKENS // block_size)
     for capacity in (*range(1, 70), 200, 1000):
         for parts in {1, 2, 21, min(-(-capacity * block_size // PART_TOKENS), 64)}:
-            room = most_part_blocks(capacity, parts, block_size, step)
-            assert max(part_blocks(count, parts, block_size, step) for count in range(capacity + 1)) <= room
-            assert part_blocks(capacity, parts, block_size, step) * parts >= capacity
+            room = most_part_items(capacity, parts, block_size, step)
+            assert max(part_items(count, parts, block_size, step) for count in range(capacity + 1)) <= room
+            assert part_items(capacity, parts, block_size, step) * parts >= capacity
 
 
 def test_large_scores_stay_finite() -> None:
@@ -154,38 +154,15 @@ def test_large_scores_stay_finite() -> None:
     query = torch.randn(1, 3, 64) * 1e4
     blocks, counts = torch.arange(5).int().view(1, 1, 5), torch.tensor([[5]]).int()
     out, lse = torch.empty_like(query), torch.empty(1, 3)
-    arrays = (query, case.table, blocks, counts, case.holes, case.valid, out, lse)
-    q, table, chosen, count, holes, valid, o, s = (x.numpy() for x in arrays)
-    sparse_decode(
-        q, case.block_ptr, table, chosen, count, holes, valid, 40, o, s, None,
-        kv_dtype=torch.bfloat16, block_size=8, scale=1.0, softcap=None,
+    decode_attention(
+        query.numpy(), case.host_blocks(torch.bfloat16), blocks.numpy(), counts.numpy(), 40, out.numpy(), lse.numpy(),
+        scale=1.0, softcap=None,
     )()  # fmt: skip
-    want = reference.sparse_decode(
+    want = reference.attend_blocks(
         query, case.clean, case.table, blocks, counts, case.valid, 40, scale=1.0, softcap=None
     )
     torch.testing.assert_close(lse.double(), want[1], rtol=1e-6, atol=0)
     torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-3)
-
-
-def _decode_arguments(**changes: Any) -> tuple[list[Any], dict[str, Any]]:
-    query = np.zeros((1, 3, 64), np.float32)
-    places = {
-        "query": query,
-        "block_ptr": np.zeros(4, np.int64),
-        "table": np.zeros((1, 4), np.int32),
-        "blocks": np.zeros((1, 1, 4), np.int32),
-        "counts": np.zeros((1, 1), np.int32),
-        "holes": np.zeros((1, 4), np.uint8),
-        "valid": np.zeros((1, 128), np.uint8),
-        "length": 128,
-        "out": query.copy(),
-        "lse": np.zeros((1, 3), np.float32),
-        "kbar": None,
-    }
-    names: dict[str, Any] = {"kv_dtype": torch.bfloat16, "block_size": 32, "scale": 1.0, "softcap": None}
-    for name, value in changes.items():
-        (places if name in places else names)[name] = value
-    return list(places.values()), names
 
 
 @pytest.mark.parametrize(
@@ -194,16 +171,41 @@ def _decode_arguments(**changes: Any) -> tuple[list[Any], dict[str, Any]]:
         ({"query": np.zeros((1, 3, 60), np.float32)}, ValueError, "60"),
         ({"query": np.zeros((1, 3, 64), np.float64)}, TypeError, "float64"),
         ({"out": np.zeros((1, 64, 3), np.float32).transpose(0, 2, 1)}, ValueError, "contiguous"),
-        ({"blocks": np.zeros((1, 2, 4), np.int32)}, ValueError, "3 query heads"),
+        ({"items": np.zeros((1, 2, 4), np.int32)}, ValueError, "3 query heads"),
         ({"holes": np.zeros((1, 3), np.uint8)}, ValueError, "holes"),
         ({"length": 129}, ValueError, "129"),
         ({"block_size": 24}, ValueError, "24"),
-        ({"kv_dtype": torch.float64}, TypeError, "float64"),
         ({"softcap": -1.0}, ValueError, "softcap"),
         ({"scores": np.zeros((1, 3, 127), np.float32)}, ValueError, "scores"),
+        ({"scores": np.zeros((1, 3, 128), np.float32), "pairs": True}, ValueError, "scores=None with pairs"),
     ],
 )
 def test_decode_refuses(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    arguments, names = _decode_arguments(**changes)
+    given: dict[str, Any] = {
+        "query": np.zeros((1, 3, 64), np.float32),
+        "tag": tag_of(torch.bfloat16),
+        "block_ptr": np.zeros(4, np.int64),
+        "table": np.zeros((1, 4), np.int32),
+        "holes": np.zeros((1, 4), np.uint8),
+        "valid": np.zeros((1, 128), np.uint8),
+        "block_size": 32,
+        "items": np.zeros((1, 1, 4), np.int32),
+        "counts": np.zeros((1, 1), np.int32),
+        "length": 128,
+        "out": np.zeros((1, 3, 64), np.float32),
+        "lse": np.zeros((1, 3), np.float32),
+        "scale": 1.0,
+        "softcap": None,
+        "pairs": None,
+    }
+    given |= changes
+    given["blocks"] = HostBlocks(**{name: given.pop(name) for name in HostBlocks._fields if name in given})
+    if given["pairs"]:
+        given["pairs"] = Pairs.of(np.zeros((1, 1, 4), np.float32), 3)
     with pytest.raises(error, match=text):
-        sparse_decode(*arguments, **names)
+        decode_attention(**given)
+
+
+def test_a_dtype_without_kernels_is_refused() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        tag_of(torch.float64)
