@@ -610,7 +610,7 @@ def steady(column: str, text: str) -> str:
 def kernels_table() -> str:
     def speed(dtype: str, threads: int) -> str:
         shape = {"dtype": dtype, "dim": 128, "group": 4, "block_size": 32, "batch": 1, "kernel_threads": threads}
-        one = rows("bench_cpu", section="decode", case="sparse_decode", **shape)[0]
+        one = rows("bench_cpu", section="decode", case="blocks", **shape)[0]
         return f"{float(one['gb_per_s']):.1f} ({percent(one['of_limit'])})"
 
     lines = [[dtype, speed(dtype, 1), speed(dtype, 2)] for dtype in ("bf16", "fp16", "fp32", "int8")]

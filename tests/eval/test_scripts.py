@@ -54,8 +54,8 @@ def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     with open(out, newline="") as lines:
         names = {row["case"] for row in csv.DictReader(lines)}
-    assert {"read", "sparse_decode", "torch.topk", "torch: gather, sdpa with enable_gqa"} <= names
-    assert {"draw_pairs", "attend_pairs"} <= names
+    assert {"read", "blocks", "torch.topk", "torch: gather, sdpa with enable_gqa"} <= names
+    assert {"draw_pairs", "pairs"} <= names
     assert out.with_suffix(".png").stat().st_size > 0
 
 

@@ -345,7 +345,7 @@ def retrieve_blocks(
         masses: float32 [B, Hq, N'], N' at least `end` rounded up to a multiple of 16: scratch.
         chosen: its first block and end, at most N, are read; the rest is written.
         sums: a run's mass is the sum of its blocks'; otherwise its score is their largest.
-        scale, softcap: of the scores, as in `sparse_decode`.
+        scale, softcap: of the scores, as in `decode_attention`.
 
     Raises:
         ValueError: shapes that contradict each other, or granularities that are none.
