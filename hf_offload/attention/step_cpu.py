@@ -350,8 +350,7 @@ class CpuStep(Step):
         buffers.make_room(store.num_kv_heads, last)
         unsealed, select, selection = None, None, None
         if join != "raw" and sealed * size < store.length:  # without the token of a predicted query
-            held = self.view.blocks
-            unsealed = (held.block_ptr, held.holes, held.valid, store.length, size)
+            unsealed = self.view.blocks
         if blocks is not None:
             selection, bounds = self._new_selection(blocks, self.recent_blocks, last + 1)
             chosen = (selection.items, selection.counts)
@@ -359,7 +358,7 @@ class CpuStep(Step):
         tail = np.full(buffers.query.shape[:2], -np.inf, np.float32)
         launch = block_topk.choose_blocks(
             buffers.query, self._digest(), store.table, last, buffers.masses, tail, buffers.score, join=join,
-            **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, select=select,
+            **self.scores._asdict(), kv_dtype=store.dtype, unsealed=unsealed, length=store.length, select=select,
         )  # fmt: skip
         self.add(launch, "the choice of blocks", length=unsealed is not None)
         self._number_blocks(launch, "n_sealed", "n_blocks")

@@ -158,10 +158,9 @@ def test_the_tail_is_read(group: int, block_size: int, softcap: float | None) ->
     for sealed in (0, 2, 3, 4):
         logmass = torch.randn(3, 2 * group, sealed)
         tail = torch.full((3, 2 * group), 7.0)
-        where = (case.block_ptr, case.holes.numpy(), case.valid.numpy(), length, block_size)
         score = _score(
             query, *given_masses(logmass, 2, case.table), 2, sealed, tail, "max", scale=0.125, softcap=softcap,
-            kv_dtype=torch.bfloat16, unsealed=where,
+            kv_dtype=torch.bfloat16, unsealed=case.host_blocks(torch.bfloat16), length=length,
         )  # fmt: skip
         want = reference.tail_lse(
             query, case.clean, case.table, sealed, length, case.valid, scale=0.125, softcap=softcap

@@ -18,13 +18,26 @@ from hf_offload.cpu.kernels.digest_scores import (
     SPARE_BLOCKS,
     Digest,
     check_digest,
-    check_tail,
     join_chunks,
     soften_chunk,
     tail_of_head,
     write_scores,
 )
-from hf_offload.cpu.launch import F32, I32, Array, Launch, cap_of, group_size, head_tiles, jit, kernel, require, tag_of
+from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.launch import (
+    F32,
+    I32,
+    TAGS,
+    Array,
+    Launch,
+    cap_of,
+    group_size,
+    head_tiles,
+    jit,
+    kernel,
+    require,
+    tag_of,
+)
 from hf_offload.cpu.memory import address_of, count_up, get, hold, next_task, put
 from hf_offload.cpu.simd.vectors import choose_less, lane_max, lane_sum, load_f32, splat, store, vmax
 
@@ -277,17 +290,13 @@ def choose_kernel(
     ticket: Array,
     tasks: int,
     digest: Any,
-    tag: Any,
     full: Any,
     rest: Any,
     query: Array,
-    block_ptr: Array,
     table: Array,
-    holes: Array,
-    valid: Array,
+    unsealed: Any,
     n_sealed: int,
     length: int,
-    block_size: int,
     scale: float,
     cap: Any,
     mode: int,
@@ -324,8 +333,7 @@ def choose_kernel(
             heads = slice(h * group, (h + 1) * group)
             if reads_tail:
                 tail_of_head(
-                    tag, full, rest, query[b, heads], block_ptr, table[b], h, kv_heads, n_sealed, length, holes[b],
-                    valid[b], block_size, scale, cap, tail[b, heads],
+                    unsealed, full, rest, query[b, heads], b, h, kv_heads, n_sealed, length, scale, cap, tail[b, heads]
                 )  # fmt: skip
             join_chunks(masses[b, heads], peaks[b, heads], tail[b, heads], n_sealed, mode, score[b, h])
             if choice.k >= 0:
@@ -336,7 +344,8 @@ def choose_kernel(
 
 _NO_BLOCKS, _NO_COUNTS, _NO_SINKS = (np.empty((0,) * n, np.int32) for n in (3, 2, 1))
 _NO_CHOICE = Choice(_NO_SINKS, _NO_SINKS, 0, -1, _NO_BLOCKS, _NO_COUNTS)
-_NOWHERE = (np.empty(0, np.int64), np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8), 0, 1)
+_NO_MARKS = np.empty((0, 0), np.uint8)
+_NOWHERE = HostBlocks(TAGS[torch.float32], np.empty(0, np.int64), np.empty((0, 0), np.int32), _NO_MARKS, _NO_MARKS, 1)
 
 
 def choose_blocks(
@@ -352,7 +361,8 @@ def choose_blocks(
     scale: float,
     softcap: float | None,
     kv_dtype: torch.dtype,
-    unsealed: tuple[Array, Array, Array, int, int] | None = None,
+    unsealed: HostBlocks | None = None,
+    length: int = 0,
     select: tuple[Array, Array, int, int, int, Array, Array] | None = None,
 ) -> Launch:
     """Prepare the scores of all sealed blocks for each (row, KV head), and the selection of blocks by them.
@@ -373,8 +383,7 @@ def choose_blocks(
         join: "max", "mean" or "raw".
         scale, softcap: as in `decode_attention`.
         kv_dtype: dtype of the pool, also where the pool is not read (it selects the compiled kernel).
-        unsealed: block_ptr, holes and valid (as in `HostBlocks`), length in tokens, block size: the tokens without a
-            digest, whose mass fills `tail`.
+        unsealed: the rows' blocks, of which those without digest give the tail; length: tokens in every row.
         select: sink_lo, sink_hi, recent, n_blocks, k, blocks and counts, as in `select_blocks`; None: scores alone.
 
     Raises:
@@ -398,16 +407,15 @@ def choose_blocks(
             f"n_sealed {n_sealed} exceeds table {table.shape}, or masses {masses.shape} or score {score.shape} in "
             "multiples of 16"
         )
-    block_ptr, holes, valid, length, block_size = unsealed or _NOWHERE
     if unsealed is not None:
-        check_tail(block_ptr, holes, valid, table, dim, n_sealed, length, block_size)
+        unsealed.check(batch, dim, length)
+    held = _NOWHERE._replace(tag=tag_of(kv_dtype)) if unsealed is None else unsealed._replace(packed=None)
     choice = _NO_CHOICE if select is None else make_choice(batch, kv_heads, n_sealed, *select)
     n_blocks = n_sealed if select is None else select[3]
     chunks = max(1, -(-n_sealed // CHUNK_BLOCKS))
     peaks, finished = np.empty((batch, query_heads, chunks), np.float32), np.zeros(batch * kv_heads, np.int64)
     args = (
-        digest, tag_of(kv_dtype), full, rest, query, block_ptr, table, holes, valid, int(n_sealed), int(length),
-        int(block_size), float(scale), cap_of(softcap), JOINS[join], masses, peaks, finished, tail,
-        unsealed is not None, score, int(n_blocks), choice,
+        digest, full, rest, query, table, held, int(n_sealed), int(length), float(scale), cap_of(softcap),
+        JOINS[join], masses, peaks, finished, tail, unsealed is not None, score, int(n_blocks), choice,
     )  # fmt: skip
     return Launch(choose_kernel, batch * kv_heads * chunks, args, cost, counters=finished)

@@ -16,7 +16,7 @@ from numba.extending import overload
 
 from hf_offload.cpu.kernels.block import clear_scores, mask_scores, score_block, soften_scores, softmax_step
 from hf_offload.cpu.kernels.submean_scores import SubMeans, score_submeans, sweep_from, sweep_on
-from hf_offload.cpu.launch import F32, I64, U8, Array, check_geometry, jit, require, tag_of
+from hf_offload.cpu.launch import F32, Array, by_tiles, jit, require, tag_of
 from hf_offload.cpu.memory import LINE, address_of, get, hold, prefetch, put
 from hf_offload.cpu.simd.register_tiles import dot_quad, repeat_quad, store_quads
 from hf_offload.cpu.simd.vectors import (
@@ -36,82 +36,58 @@ from hf_offload.cpu.simd.vectors import (
 )
 
 
+@by_tiles
 @jit
 def _absorb(
-    tag: Any, heads: Any, keys: int, query: int, dim: int, block_size: int, valid: Array, begin: int, masked: bool,
-    length: int, cap: Any, scores: int, state: int, state_step: int,
+    heads: Any, done: int, tag: Any, keys: int, query: int, dim: int, block_size: int, valid: Array, begin: int,
+    masked: bool, length: int, cap: Any, scores: int, state: int, state_step: int,
 ) -> None:  # fmt: skip
-    """Add one block's tokens to the log-sum-exp of one register tile of heads."""
+    """Add one block's tokens to the log-sum-exp of a register tile of heads, from head `done` of the group on."""
     count, stride = len(heads), 4 * max(block_size, 16)
-    score_block(tag, heads, keys, 0, query, dim, block_size, scores, stride)
+    score_block(tag, heads, keys, 0, query + 4 * done * dim, dim, block_size, scores, stride)
     if cap is not None:
         soften_scores(count, scores, stride, block_size, cap)
     clear_scores(count, scores, stride, block_size, stride // 4)
     if masked:
         mask_scores(count, scores, stride, valid, begin, length - begin, block_size)
-    softmax_step(count, scores, stride, stride // 4, state, state + state_step, state + 2 * state_step)
+    peaks = state + 4 * done
+    softmax_step(count, scores, stride, stride // 4, peaks, peaks + state_step, peaks + 2 * state_step)
 
 
 @jit
 def tail_of_head(
-    tag: Any, full: Any, rest: Any, query: Array, block_ptr: Array, table: Array, h: int, kv_heads: int,
-    first_block: int, length: int, holes: Array, valid: Array, block_size: int, scale: float, cap: Any, lse: Array,
+    blocks: Any, full: Any, rest: Any, query: Array, b: int, h: int, kv_heads: int, first_block: int, length: int,
+    scale: float, cap: Any, lse: Array,
 ) -> None:  # fmt: skip
-    """Write the log-sum-exp of the scores of all tokens from `first_block` on, for KV head h's query heads in one row.
+    """Write the log-sum-exp of the scores of all tokens from `first_block` on, for KV head h's query heads in row b.
 
     Args:
+        blocks: a `HostBlocks`, of which none from `first_block` on is packed.
         query: float32 [G, D].
-        block_ptr: int64 [P], address in bytes of each physical block, a record [Hkv, 2 (K, V), block_size, D] in the
-            tag's dtype.
-        table: int32 [N]; holes: uint8 [N]; valid: uint8 [T], as in `HostBlocks`.
         lse: float32 [G], written: natural log; -inf where there is no token.
     """
-    group, dim = query.shape
+    (group, dim), size, holes, valid = query.shape, blocks.block_size, blocks.holes[b], blocks.valid[b]
     part, state_step = 4 * group * dim, 4 * group
-    record = 2 * block_size * dim * tag.itemsize
-    scratch = np.empty((part + 3 * state_step) // 4 + 4 * max(block_size, 16), np.float32)
+    record, block_ptr, table = 2 * size * dim * blocks.tag.itemsize, blocks.block_ptr, blocks.table[b]
+    scratch = np.empty((part + 3 * state_step) // 4 + 4 * max(size, 16), np.float32)
     queries = address_of(scratch)
     state = queries + part
-    scores = state + 3 * state_step
     for place in range(0, part, 64):
         store(queries + place, load_f32(address_of(query) + place) * splat(np.float32(scale)))
     for head in range(group):
         put(state + 4 * head, NOTHING)
         put(state + state_step + 4 * head, np.float32(0.0))
-    for n in range(first_block, (length + block_size - 1) // block_size):
-        keys = block_ptr[table[n]] + h * record
-        begin = n * block_size
-        masked = holes[n] != 0 or begin + block_size > length
-        last = group - len(rest)
-        for done in range(0, last, len(full)):
-            _absorb(
-                tag, full, keys, queries + 4 * done * dim, dim, block_size, valid, begin, masked, length, cap, scores,
-                state + 4 * done, state_step,
-            )  # fmt: skip
+    for n in range(first_block, (length + size - 1) // size):
+        masked = holes[n] != 0 or (n + 1) * size > length
         _absorb(
-            tag, rest, keys, queries + 4 * last * dim, dim, block_size, valid, begin, masked, length, cap, scores,
-            state + 4 * last, state_step,
+            full, rest, group, blocks.tag, block_ptr[table[n]] + h * record, queries, dim, size, valid, n * size,
+            masked, length, cap, state + 3 * state_step, state, state_step,
         )  # fmt: skip
     for head in range(group):
         mass = get(state + state_step + 4 * head)
         peak = get(state + 4 * head)
         lse[head] = -np.inf if mass == np.float32(0.0) else peak + np.log(mass)
     hold((scratch, query))
-
-
-def check_tail(
-    block_ptr: Array, holes: Array, valid: Array, table: Array, dim: int, first_block: int, length: int,
-    block_size: int,
-) -> None:  # fmt: skip
-    """Raise unless the arrays cover `length` tokens."""
-    check_geometry(dim, block_size)
-    batch = table.shape[0]
-    require("block_ptr", block_ptr, I64, block_ptr.shape[:1])
-    require("holes", holes, U8, (batch, holes.shape[-1]))
-    require("valid", valid, U8, (batch, valid.shape[-1]))
-    covered = min(valid.shape[1], min(holes.shape[1], table.shape[1]) * block_size)
-    if not 0 <= length <= covered or first_block < 0:
-        raise ValueError(f"first_block {first_block}, length {length}: table, holes and valid cover {covered} tokens")
 
 
 JOINS = {"max": 0, "mean": 1, "raw": 2}
@@ -176,13 +152,16 @@ def check_digest(digest: Digest, query_shape: tuple[int, ...], kv_heads: int, n_
     return int(batch * n_blocks * record)
 
 
+@by_tiles
 @jit
 def _score_quad(
-    tag: Any, heads: Any, rows: Any, biases: Any, query: int, width: int, cap: Any, target: int, stride: int
+    heads: Any, done: int, tag: Any, rows: Any, biases: Any, query: int, width: int, cap: Any, target: int, stride: int
 ) -> None:
-    """Scores of 4 blocks for one register tile of heads."""
-    dots = bend(dot_quad(tag, heads, rows, query, width), cap)
-    store_quads(target, stride, heads, choose_less(biases, splat(_LOWEST), splat(MASKED), dots + biases))
+    """Scores of 4 blocks for a register tile of heads, from head `done` of the group on."""
+    dots = bend(dot_quad(tag, heads, rows, query + 4 * done * width, width), cap)
+    store_quads(
+        target + done * stride, stride, heads, choose_less(biases, splat(_LOWEST), splat(MASKED), dots + biases)
+    )
 
 
 def _score_vectors(
@@ -206,12 +185,7 @@ def _score_vectors(
         rows = (base + p0 * step, base + p1 * step, base + p2 * step, base + p3 * step)
         biases = repeat_quad(bias[p0], bias[p1], bias[p2], bias[p3])
         target = out + 4 * (n - begin)
-        last = group - len(rest)
-        for done in range(0, last, len(full)):
-            place, to = queries + 4 * done * width, target + done * stride
-            _score_quad(digest.vectors, full, rows, biases, place, width, cap, to, stride)
-        place, to = queries + 4 * last * width, target + last * stride
-        _score_quad(digest.vectors, rest, rows, biases, place, width, cap, to, stride)
+        _score_quad(full, rest, group, digest.vectors, rows, biases, queries, width, cap, target, stride)
 
 
 def write_scores(

@@ -459,8 +459,7 @@ def draw_kernel(
             heads, tail = slice(h * group, (h + 1) * group), estimates.tail
             if unsealed is not None:
                 tail_of_head(
-                    unsealed.tag, full, rest, query[b, heads], unsealed.block_ptr, table[b], h, kv_heads, sealed,
-                    length, unsealed.holes[b], unsealed.valid[b], unsealed.block_size, scale, cap, tail[b, heads],
+                    unsealed, full, rest, query[b, heads], b, h, kv_heads, sealed, length, scale, cap, tail[b, heads]
                 )  # fmt: skip
             for head in range(h * group, (h + 1) * group):
                 parts, factors = group if rule.mode == 1 else 1, estimates.factors[b, head]

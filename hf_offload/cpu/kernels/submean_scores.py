@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_offload.cpu.launch import F32, I32, U8, Array, jit, require
+from hf_offload.cpu.launch import F32, I32, U8, Array, by_tiles, jit, require
 from hf_offload.cpu.memory import LINE, address_of, hold, prefetch
 from hf_offload.cpu.simd.int_dot import (
     add_code_dots,
@@ -143,17 +143,19 @@ def _prepare_query(
     facts[2] = np.float32(1.5) * total
 
 
+@by_tiles
 @jit
 def _score_step(
-    heads: Any, pieces: Any, dim: int, count: int, places: int, later: int, octets: int, starts: int, facts: int,
-    cap: Any, scores: int, stride: int,
+    heads: Any, done: int, pieces: Any, dim: int, count: int, places: int, later: int, octets: int, starts: int,
+    facts: int, cap: Any, scores: int, stride: int,
 ) -> None:  # fmt: skip
-    """Scores of two registers of pairs for one register tile of heads, `stride` bytes apart.
+    """Scores of two registers of pairs for a register tile of heads, from head `done` of the group on.
 
     places: addresses of the codes, levels, sizes and biases, 2 * pieces each.
     later: address of as many addresses to prefetch, spread evenly over the step; 0: none.
     """
-    right = 8 * len(pieces)
+    right, later = 8 * len(pieces), later if done == 0 else 0
+    octets, starts, facts, scores = octets + done * dim, starts + 8 * done, facts + 12 * done, scores + done * stride
     if later != 0:
         prefetch_word_pair(later + 4 * right, later + 5 * right, 0, pieces)
         prefetch_word_pair(later + 6 * right, later + 7 * right, 0, pieces)
@@ -221,16 +223,9 @@ def score_submeans(
             if ahead < end:
                 _find_places(digest, table[b], h, ahead, end, part, places, 4 * registers, registers)
                 later = address_of(places) + 32 * registers
-            last, at = group - len(rest), out + 4 * (n - begin) * count + part
-            for done in range(0, last, len(full)):
-                _score_step(
-                    full, pieces, dim, count, address_of(places), later, address_of(octets) + done * dim,
-                    address_of(starts) + 8 * done, address_of(facts) + 12 * done, cap, at + done * stride, stride,
-                )  # fmt: skip
-                later = 0
             _score_step(
-                rest, pieces, dim, count, address_of(places), later, address_of(octets) + last * dim,
-                address_of(starts) + 8 * last, address_of(facts) + 12 * last, cap, at + last * stride, stride,
+                full, rest, group, pieces, dim, count, address_of(places), later, address_of(octets),
+                address_of(starts), address_of(facts), cap, out + 4 * (n - begin) * count + part, stride,
             )  # fmt: skip
     hold((places, octets, starts, facts))
 
