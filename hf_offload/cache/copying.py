@@ -60,7 +60,7 @@ def bring(store: BlockStore, into: torch.Tensor, row: int, head: int, blocks: np
 
 def _copies(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.ndarray) -> Callable[[], None]:
     """Return a callable that copies records, directly if both lie on the host and none is packed; as `staged`."""
-    if into.device.type == "cpu" and not store.format.packs:
+    if store.device.type == into.device.type == "cpu" and not store.format.packs:
         record = store.pool.record_bytes
         return movers.copy_records(source, into.data_ptr() + index * record, record)
     return staged(store, into, source, index)
