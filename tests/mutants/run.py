@@ -70,17 +70,14 @@ def patch(tree: Path, mutant: Mutant, *options: str) -> None:
     Raises:
         ValueError: it does not apply.
     """
-    done = subprocess.run(["git", "apply", *options, mutant.path], cwd=tree, capture_output=True, text=True, check=False)
+    command = ["git", "apply", *options, mutant.path]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{mutant.path.name} no longer applies: {done.stderr.strip()}")
 
 
 def run(tree: Path, *options: str) -> str | None:
-    """The first test that fails, or None.
-
-    Raises:
-        ValueError: no test ran.
-    """
+    """The first test that fails, or None; ValueError if no test can run."""
     settings = {"PYTHONPATH": str(tree), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
     command = [sys.executable, *PYTEST, *options]
     done = subprocess.run(command, cwd=tree, env=os.environ | settings, capture_output=True, text=True, check=False)
