@@ -120,7 +120,7 @@ def main(
             if out is not None:
                 rows = [] if out.exists() else [COLUMNS]
                 with out.open("a", newline="", encoding="utf-8") as file:
-                    csv.writer(file).writerows([*rows, (mutant.name, mutant.kind, by or "survived", seconds)])
+                    csv.writer(file, lineterminator="\n").writerows([*rows, (mutant.name, mutant.kind, by or "survived", seconds)])
     print(f"{found} of {len(chosen)} mutants are found")
 
 
