@@ -118,9 +118,10 @@ def main(
             found += by is not None
             print(f"{mutant.name:32} {'SURVIVED' if by is None else f'found by {by}'}  ({seconds} s)", flush=True)
             if out is not None:
-                rows = [] if out.exists() else [COLUMNS]
+                row = mutant.name, mutant.kind, by or "survived", seconds
+                rows = [row] if out.exists() else [COLUMNS, row]
                 with out.open("a", newline="", encoding="utf-8") as file:
-                    csv.writer(file, lineterminator="\n").writerows([*rows, (mutant.name, mutant.kind, by or "survived", seconds)])
+                    csv.writer(file, lineterminator="\n").writerows(rows)
     print(f"{found} of {len(chosen)} mutants are found")
 
 
