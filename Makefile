@@ -5,6 +5,7 @@
 #   make docs    the documentation site, in site/; warnings are errors
 #   make test-transformers VERSION=5.17.0   what Transformers calls, tested with another version of it
 #   make results the CSVs of peers, demo and needles, and the numbers and the plot that README and docs show of them
+#   make mutants which test finds each of thirty faults, put into a copy one by one; hours (MUTANTS="--nearest" adds options)
 # The last needs a GPU, and a Python with torch for CUDA, Triton and what pyproject.toml names; it installs nothing.
 #   make gpu-check   all that only a GPU can show, in PYTHON as it is (CHECK="--part kernels --out DIR" adds options)
 
@@ -15,8 +16,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS ?= constraints.txt
 TESTS ?=
 CHECK ?=
+MUTANTS ?=
 
-.PHONY: demo test test-transformers lint unit docs results gpu-check clean
+.PHONY: demo test test-transformers lint unit mutants docs results gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
@@ -46,6 +48,9 @@ lint:
 HANGS := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 unit:
 	$(BIN)/python -m pytest -n auto --dist loadfile --max-worker-restart=0 $(HANGS) $(TESTS)
+
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
