@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hf_offload.profile import Profile
+    from hf_offload.tools.profile import Profile
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHOWN_STEPS = (1, 8, 32)
@@ -88,7 +88,7 @@ def profile(
         if not out.parent.is_dir():
             raise ValueError(f"out={str(out)!r} lies in a folder that does not exist; make it first")
         _check_writable(out.parent)
-        from hf_offload.profile import check_profiling, profile_intervals
+        from hf_offload.tools.profile import check_profiling, profile_intervals
 
         check_profiling(
             tokens=tokens, steps=steps, windows=windows, resident=resident, block_size=block_size, budget=budget,
@@ -133,9 +133,9 @@ def plan(
         _check_dtype(dtype)
         import torch
 
-        from hf_offload import assets
         from hf_offload.cache.memory_budget import parse_bytes
-        from hf_offload.plan import DEFAULTS, parse_setting, parse_tokens, plan_table, shape_of
+        from hf_offload.tools import assets
+        from hf_offload.tools.plan import DEFAULTS, parse_setting, parse_tokens, plan_table, shape_of
 
         tokens = parse_tokens(context)
         device = None if device_memory is None else parse_bytes("device-memory", device_memory)
@@ -171,8 +171,8 @@ def tune(
     """Find the fastest policy, budget, block size and recall whose output stays near full attention on a text."""
     with _mistakes():
         _check_dtype(dtype)
-        from hf_offload.tune import check_tuning
-        from hf_offload.tune import tune as find_setting
+        from hf_offload.tools.tune import check_tuning
+        from hf_offload.tools.tune import tune as find_setting
 
         check_tuning(target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier)
         content = _text(text)
@@ -216,10 +216,10 @@ def train_fluxion(
     """
     with _mistakes():
         _check_dtype(dtype)
-        from hf_offload import assets
-        from hf_offload.policies.fluxion.training.fitting import Fitting
-        from hf_offload.policies.fluxion.training.samples import Sampling
-        from hf_offload.policies.fluxion.training.train import (
+        from hf_offload.tools import assets
+        from hf_offload.tools.training.fitting import Fitting
+        from hf_offload.tools.training.samples import Sampling
+        from hf_offload.tools.training.train import (
             PREDICTOR,
             REPORT,
             ask_again,
@@ -313,7 +313,7 @@ def _load(model: str | None, dtype: str, **options: Any) -> tuple[PreTrainedMode
     """
     import torch
 
-    from hf_offload import assets
+    from hf_offload.tools import assets
 
     typer.echo(f"loading {model or 'SmolLM2-135M-Instruct'} …", err=True)
     with _loading(model):
@@ -322,7 +322,7 @@ def _load(model: str | None, dtype: str, **options: Any) -> tuple[PreTrainedMode
 
 def _text(path: Path | None) -> str:
     """The text that an option names, or Python's documentation."""
-    from hf_offload import assets
+    from hf_offload.tools import assets
 
     return assets.demo_text("documentation") if path is None else _read("text", path)
 

@@ -191,19 +191,23 @@ def imports_of(path: Path) -> dict[str, bool]:
 
 
 BOXES = {
-    "ways in": (300, 20, 440, 46, "enable  cli  lm_eval  ·  tune  plan  profile  assets"),
+    "ways in": (300, 20, 440, 46, "enable  cli  lm_eval  fast_linear  ·  tools"),
     "hybrid_cache": (20, 20, 240, 46, "hybrid_cache"),
     "policies": (20, 122, 240, 46, "policies: registry, baselines"),
     "policies/hgca": (300, 122, 200, 46, "policies/hgca"),
     "policies/fluxion": (540, 122, 200, 46, "policies/fluxion"),
-    "attention": (300, 224, 440, 46, "attention"),
+    "attention": (300, 224, 260, 46, "attention  ·  model  ·  graph"),
+    "files": (600, 224, 140, 46, "files"),
     "policies/base": (20, 326, 240, 46, "policies/base: the contract"),
     "cache": (300, 326, 440, 46, "cache"),
-    "cpu": (300, 428, 200, 46, "cpu"),
-    "gpu": (540, 428, 200, 46, "gpu"),
+    "blocks": (300, 428, 440, 46, "blocks"),
+    "cpu": (300, 530, 200, 46, "cpu"),
+    "gpu": (540, 530, 200, 46, "gpu"),
 }
 """Where packages are drawn: x, y, width, height, text. What imports is above what it imports."""
 OPEN_TO_ALL = {"fields", "knobs", "scores"}
+TOGETHER = {"model": "attention", "graph": "attention"}
+"""Rooms that are drawn in another's box."""
 
 
 def box_of(module: str) -> str | None:
@@ -213,7 +217,8 @@ def box_of(module: str) -> str | None:
         return None
     if "/".join(parts[:2]) in BOXES:
         return "/".join(parts[:2])
-    return parts[0] if parts[0] in BOXES else "ways in"
+    room = TOGETHER.get(parts[0], parts[0])
+    return room if room in BOXES else "ways in"
 
 
 def arrows() -> dict[tuple[str, str], bool]:
@@ -247,9 +252,9 @@ def reduced(found: dict[tuple[str, str], bool]) -> dict[tuple[str, str], bool]:
 
 def packages() -> Drawing:
     """The packages and who imports whom, read from the imports."""
-    d = Drawing(760, 560, "Who imports whom: from hybrid_cache and the policies down to cpu and gpu")
+    d = Drawing(760, 662, "Who imports whom: from hybrid_cache and the policies down to cpu and gpu")
     fills = {"policies": MODEL, "policies/hgca": MODEL, "policies/fluxion": MODEL, "policies/base": MODEL}
-    fills |= {"cache": HOST, "cpu": HOST, "attention": DEVICE, "gpu": DEVICE}
+    fills |= {"cache": HOST, "blocks": HOST, "files": HOST, "cpu": HOST, "attention": DEVICE, "gpu": DEVICE}
     found = sorted(reduced(arrows()).items())
     places: dict[tuple[str, str], list[tuple[str, str]]] = {}  # by box and side, who meets it there
     for (source, target), _ in found:
@@ -285,11 +290,11 @@ def packages() -> Drawing:
     for name, (x, y, width, height, words) in BOXES.items():
         d.box(x, y, width, height, words, fills.get(name, QUIET))
     d.text(
-        20, 514, "Arrows that follow from others are left out. All may import fields, knobs and scores.", anchor="start"
+        20, 616, "Arrows that follow from others are left out. All may import fields, knobs and scores.", anchor="start"
     )
     d.text(
         20,
-        536,
+        638,
         "Dashed: for type checkers alone. The contract names the step and the layer of a policy.",
         anchor="start",
     )

@@ -28,8 +28,8 @@ import torch
 import typer
 
 import common
-from hf_offload.cache.host_pool import HostPool
-from hf_offload.cache.memory import host_empty
+from hf_offload.blocks.host_pool import HostPool
+from hf_offload.blocks.memory import host_empty
 from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors

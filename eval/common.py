@@ -31,8 +31,8 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 import hf_offload
-from hf_offload import assets
-from hf_offload.plan import CACHE_KNOBS, parse_setting
+from hf_offload.tools import assets
+from hf_offload.tools.plan import CACHE_KNOBS, parse_setting
 from turns import turn
 
 Item = TypeVar("Item")

@@ -48,7 +48,7 @@ from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedMode
 
 import common
 import hf_offload
-from hf_offload.measuring import divergence
+from hf_offload.tools.measuring import divergence
 from inside import Watch, digest_bytes, stored_tokens
 
 WARM_UP = 2

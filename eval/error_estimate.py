@@ -18,7 +18,7 @@ import typer
 from tqdm import tqdm
 
 import common
-from hf_offload import measuring
+from hf_offload.tools import measuring
 from plotting import plot
 
 FACTOR = 3.0

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import common
-from hf_offload import measuring
+from hf_offload.tools import measuring
 
 ROWS = (
     "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,quest:budget=1024,"

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import common
 import hf_offload
-from hf_offload.assets import source_of
+from hf_offload.tools.assets import source_of
 
 WARM_UP = 2
 

@@ -1,7 +1,8 @@
 """The one place where scripts look inside the package: the launches of a step, the blocks that caches hold.
 
 Scripts that import it measure the package of this checkout alone; the others run on older commits, too (`versus.py`).
-Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attention.py` use `hf_offload.measuring`.
+Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attention.py` use
+`hf_offload.tools.measuring`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from weakref import WeakKeyDictionary
 from transformers import AttentionInterface, Cache
 
 import common
-from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache.block_store import KEEP_TOKENS
+from hf_offload.blocks.block_store import KEEP_TOKENS
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cpu.launch import Launch, LaunchSequence
+from hf_offload.model.hooks import hybrid_layers
 
 PREDICT = "the properties of the heads"
 RETRIEVAL = (PREDICT, "the choice of host blocks", "counts of the choice", "attention to the host")

@@ -17,7 +17,7 @@ import typer
 from transformers import PreTrainedTokenizerBase
 
 import common
-from hf_offload import assets
+from hf_offload.tools import assets
 from tasks.run import Asking, run
 from tasks.samples import Sample
 from tasks.scores import REFERENCE

@@ -38,7 +38,7 @@ from transformers import AutoTokenizer, DynamicCache, StaticCache
 
 import common
 import hf_offload
-from hf_offload.assets import find_smollm2, source_of
+from hf_offload.tools.assets import find_smollm2, source_of
 from plotting import lines, plot
 
 OURS, STOCK, DYNAMIC, STATIC = "hf_offload", "hf_offload with stock layers", "DynamicCache", "StaticCache"

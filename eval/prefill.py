@@ -26,9 +26,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import common
 import hf_offload
-from hf_offload.attention.hooks import cache_argument
-from hf_offload.cache.memory import trim_heap
+from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
+from hf_offload.model.hooks import cache_argument
 from plotting import lines, plot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

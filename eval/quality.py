@@ -47,9 +47,9 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 import common
 import needle
 from context_attention import WARM_UP, Context, read_bytes
-from hf_offload import measuring
-from hf_offload.attention.model_support import NAME
-from hf_offload.measuring import divergence
+from hf_offload.model.model_support import NAME
+from hf_offload.tools import measuring
+from hf_offload.tools.measuring import divergence
 from plotting import lines, plot
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt, Prompter

@@ -21,7 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import common
-from hf_offload import HybridCache, measuring
+from hf_offload import HybridCache
+from hf_offload.tools import measuring
 from quality import noisy
 
 DRAFTS, NOISE = 8, 1e-7

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import common
-from hf_offload import assets
+from hf_offload.tools import assets
 
 FIRST_QUESTION = "What is this text about? Answer in one sentence."
 

@@ -3,7 +3,6 @@
 Importing registers `attn_implementation="hybrid_sparse"` with Transformers and does nothing else.
 """
 
-from hf_offload.assets import demo_text, hide_number, load_demo_model
 from hf_offload.attention.interface import register as _register
 from hf_offload.cache.stats import Stats
 from hf_offload.cpu.thread_pool import WorkerError
@@ -25,6 +24,7 @@ from hf_offload.policies.registry import (
     Window,
     register_policy,
 )
+from hf_offload.tools.assets import demo_text, hide_number, load_demo_model
 
 _register()
 

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_offload.attention.cuda_graph import GraphedForward, graphed
-from hf_offload.attention.hooks import CACHE_NAMES
-from hf_offload.attention.model_support import NAME, check_attention, check_model, inside, on_device
 from hf_offload.fast_linear import LinearHandle
+from hf_offload.graph.cuda_graph import GraphedForward, graphed
 from hf_offload.hybrid_cache import HybridCache
+from hf_offload.model.hooks import CACHE_NAMES
+from hf_offload.model.model_support import NAME, check_attention, check_model, inside, on_device
 from hf_offload.policies.base import Policy
 
 _PREPARE = "_prepare_cache_for_generation"

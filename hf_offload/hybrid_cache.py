@@ -17,12 +17,31 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_offload.attention.announced_drafts import check_drafts, watch
-from hf_offload.attention.cuda_graph import StepGraph, graphed
-from hf_offload.attention.fallback import Fallback
-from hf_offload.attention.graph_support import obstacle, tell_eager
-from hf_offload.attention.hooks import attach, cache_argument, find_layers, hybrid_layers
-from hf_offload.attention.model_support import (
+from hf_offload.blocks.digests import DIGESTS
+from hf_offload.blocks.padding import Padding
+from hf_offload.blocks.row_index import row_numbers
+from hf_offload.cache.checks import Checks
+from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory_budget import make_budget, resident_tokens
+from hf_offload.cache.progress import PromptProgress
+from hf_offload.cache.settings import AUTO, Settings, check_progress, check_sizes, check_tier
+from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
+from hf_offload.cache.stats import LayerStats, Pace, Stats
+from hf_offload.cache.stock_layers import copy_layer
+from hf_offload.cache.transaction import Transaction
+from hf_offload.cpu.cores import cores
+from hf_offload.cpu.thread_pool import Worker, WorkerError
+from hf_offload.files.fingerprint import difference, fingerprint, likeness
+from hf_offload.files.loading import SavedCache, merge_knobs
+from hf_offload.files.saving import save_cache
+from hf_offload.graph.cuda_graph import StepGraph, graphed
+from hf_offload.graph.graph_support import obstacle, tell_eager
+from hf_offload.knobs import MOST, check_choice, check_flag, shown
+from hf_offload.model.announced_drafts import check_drafts, watch
+from hf_offload.model.fallback import Fallback
+from hf_offload.model.hooks import attach, cache_argument, find_layers, hybrid_layers
+from hf_offload.model.model_support import (
     check_held,
     check_model,
     has_two_memories,
@@ -31,25 +50,6 @@ from hf_offload.attention.model_support import (
     on_device,
     stock_layers,
 )
-from hf_offload.cache.checks import Checks
-from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
-from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.fingerprint import difference, fingerprint, likeness
-from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.loading import SavedCache, merge_knobs
-from hf_offload.cache.memory_budget import make_budget, resident_tokens
-from hf_offload.cache.padding import Padding
-from hf_offload.cache.progress import PromptProgress
-from hf_offload.cache.row_index import row_numbers
-from hf_offload.cache.saving import save_cache
-from hf_offload.cache.settings import AUTO, Settings, check_progress, check_sizes, check_tier
-from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
-from hf_offload.cache.stats import LayerStats, Pace, Stats
-from hf_offload.cache.stock_layers import copy_layer
-from hf_offload.cache.transaction import Transaction
-from hf_offload.cpu.cores import cores
-from hf_offload.cpu.thread_pool import Worker, WorkerError
-from hf_offload.knobs import MOST, check_choice, check_flag, shown
 from hf_offload.policies.base import Policy
 from hf_offload.policies.registry import describe_policy, make_policy, saved_policy
 

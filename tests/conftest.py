@@ -20,8 +20,8 @@ from defaults import default
 from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_offload import assets
-from hf_offload.cache import digests
+from hf_offload.blocks import digests
+from hf_offload.tools import assets
 
 STATISTICS_TOKENS = digests.STATISTICS_TOKENS
 digests.STATISTICS_TOKENS = 16  # or tiny contexts would be attended whole

@@ -30,8 +30,8 @@ from test_from_cache import decode, prefill
 from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
-from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import likeness
+from hf_offload.files.fingerprint import likeness
+from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
 

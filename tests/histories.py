@@ -13,7 +13,7 @@ from tiny import DEVICE, SIZES, spread_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 LATE = 0.0005  # seconds by which every hand-over of the second cache is late

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from references import cpu as reference
 
-from hf_offload.cache.host_pool import HostPool
+from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.kernels.digest_scores import Vectors, vectors
 from hf_offload.cpu.kernels.int8_blocks import pack_records, packed_bytes
 from hf_offload.cpu.kernels.record import HostBlocks

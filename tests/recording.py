@@ -14,14 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_offload.cache import resident_set as resident
+from hf_offload.blocks import resident_set as resident
 from hf_offload.gpu import handover
 
 SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
 
 
 class CpuRecorder(TorchDispatchMode):
-    """Stands for `attention.graph_capture.Recorder`."""
+    """Stands for `graph.graph_capture.Recorder`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Texts, model file and hidden numbers of `hf_offload.assets`."""
+"""Texts, model file and hidden numbers of `hf_offload.tools.assets`."""
 
 import pytest
 import torch
 
-from hf_offload import assets
+from hf_offload.tools import assets
 
 
 class Letters:

@@ -13,7 +13,8 @@ from tiny import DEVICE, tiny_model
 from torch import nn
 from transformers import PreTrainedModel, pipeline
 
-from hf_offload import HybridCache, assets, disable, enable, enabled
+from hf_offload import HybridCache, disable, enable, enabled
+from hf_offload.tools import assets
 
 TEXTS = ["Once upon a time", "No", "It was the best of times"]
 

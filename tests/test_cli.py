@@ -14,7 +14,8 @@ import pytest
 from tiny import tiny_model
 from typer.testing import CliRunner
 
-from hf_offload import HybridCache, assets
+from hf_offload import HybridCache
+from hf_offload.tools import assets
 from hf_offload_cli import app
 
 OPTIONS = {

@@ -85,7 +85,7 @@ def test_stock_layers_are_exact_and_told_of(family: str, reason: str) -> None:
 
 def test_some_layers_of_a_cache_may_be_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4 has full attention with larger heads; here two layers of a Llama stand for such ones."""
-    from hf_offload.attention import fallback
+    from hf_offload.model import fallback
 
     eager, ours = (build_llama(name) for name in ("eager", "hybrid_sparse"))
     cache = HybridCache(ours, "scout", **SPLIT)
@@ -192,9 +192,9 @@ def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama", "mixed"])
 def test_stock_layers_go_along(family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if family == "mixed":
-        from hf_offload.attention import fallback
         from hf_offload.cache import arrivals as fits
         from hf_offload.cache import conversion as takeover
+        from hf_offload.model import fallback
 
         def odd(key: torch.Tensor, value: torch.Tensor) -> str | None:
             return "odd" if key.shape[1] == 4 else fits.unsuitable(key, value)

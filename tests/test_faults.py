@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention import step_split as tiered_step
 from hf_offload.attention.host_partial import BlockHostPartial
-from hf_offload.cache import host_pool
-from hf_offload.cache.resident_set import ResidentSet
+from hf_offload.blocks import host_pool
+from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.launch import LaunchSequence
 from hf_offload.cpu.thread_pool import Worker

@@ -14,7 +14,7 @@ from tiny import ONE_MEMORY, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
-from hf_offload.attention import cuda_graph as FIRST
+from hf_offload.graph import cuda_graph as FIRST
 
 KNOBS: dict[str, Any] = {"budget": 256, "block_size": 16, **ONE_MEMORY}
 SPLIT: dict[str, Any] = {"budget": 256, "block_size": 16, "sinks": 16, "recent": 0, "resident": 64, "tier": "split"}
@@ -83,9 +83,9 @@ def test_an_older_policy_says_that_it_is_older(model: PreTrainedModel, again: Mo
 
 def test_an_older_graphed_forward_is_no_new_one(model: PreTrainedModel, again: ModuleType) -> None:
     """Both wrap the model's forward, each for the caches of its own import."""
-    from hf_offload.attention import cuda_graph as newer
+    from hf_offload.graph import cuda_graph as newer
 
-    older_module = sys.modules["hf_offload.attention.cuda_graph"]
+    older_module = sys.modules["hf_offload.graph.cuda_graph"]
     assert older_module is newer
     first = FIRST.graphed(model)
     second = newer.graphed(model)

@@ -21,7 +21,7 @@ from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.cache import saving
+from hf_offload.files import saving
 
 OLD, NEW = 40, 60
 CALLS = ("mkdir", "rename", "fsync", "open", "unlink", "rmdir")

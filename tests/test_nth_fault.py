@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
 from hf_offload import ConstantPredictor, WorkerError
-from hf_offload.cache import memory
+from hf_offload.blocks import memory
 from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.cpu.thread_pool import Worker
 

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, hybrid_cache
-from hf_offload.attention import model_support as spread
-from hf_offload.attention.lookahead import make_adapter
 from hf_offload.cache import conversion as takeover
 from hf_offload.cpu import cores
+from hf_offload.model import model_support as spread
+from hf_offload.model.lookahead import make_adapter
 
 SMALL: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}
 MODES: list[dict[str, Any]] = [

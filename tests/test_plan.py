@@ -11,9 +11,10 @@ from tiny import prompt, tiny_model
 from transformers import AutoConfig, DeepseekV3Config, MambaConfig, PreTrainedConfig, T5Config
 from typer.testing import CliRunner
 
-from hf_offload import ConstantPredictor, HybridCache, assets
-from hf_offload.cache.memory import size_text
-from hf_offload.plan import memory_of, most_rows, parse_setting, plan_table, shape_of
+from hf_offload import ConstantPredictor, HybridCache
+from hf_offload.blocks.memory import size_text
+from hf_offload.tools import assets
+from hf_offload.tools.plan import memory_of, most_rows, parse_setting, plan_table, shape_of
 from hf_offload_cli import app
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}

@@ -43,7 +43,7 @@ def refuse(name, *args, **kwargs):
 ctypes.CDLL = refuse
 
 import hf_offload
-from hf_offload.cache.memory import host_empty
+from hf_offload.blocks.memory import host_empty
 from hf_offload.cpu import openmp_team as team
 from hf_offload.gpu import backend
 

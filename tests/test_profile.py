@@ -13,7 +13,7 @@ from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.policies.recall import RecallClock, load_intervals
-from hf_offload.profile import longest_interval, profile_intervals, rising_trend
+from hf_offload.tools.profile import longest_interval, profile_intervals, rising_trend
 
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16}
 SHAPE: dict[str, Any] = {"block_size": 8, "resident": 80}

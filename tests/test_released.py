@@ -17,7 +17,7 @@ from tiny import DEVICE, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}

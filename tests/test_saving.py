@@ -22,8 +22,9 @@ from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import Field, HybridCache
-from hf_offload.cache import block_store as store
-from hf_offload.cache import host_pool, loading, saving
+from hf_offload.blocks import block_store as store
+from hf_offload.blocks import host_pool
+from hf_offload.files import loading, saving
 
 PROMPT = 205
 MEMORIES: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 128}}

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from hf_offload import HybridCache
 from hf_offload.attention import prefill as dense
 from hf_offload.attention import prefill_host
-from hf_offload.cache import block_store as store
-from hf_offload.cache import digests, host_pool
-from hf_offload.cache import prefill_tiles as tiles
-from hf_offload.cache import resident_set as resident
-from hf_offload.cache.block_store import BlockStore
-from hf_offload.cache.memory import host_empty
-from hf_offload.cache.padding import Padding
+from hf_offload.blocks import block_store as store
+from hf_offload.blocks import digests, host_pool
+from hf_offload.blocks import prefill_tiles as tiles
+from hf_offload.blocks import resident_set as resident
+from hf_offload.blocks.block_store import BlockStore
+from hf_offload.blocks.memory import host_empty
+from hf_offload.blocks.padding import Padding
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 8, "prefill_tile": 64}
 SPLIT: dict[str, Any] = {"tier": "split", "resident": 64}

@@ -16,7 +16,7 @@ from tiny import SIZES, prompt, tiny_model
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 HGCA: dict[str, Any] = {"window": 60, "block_size": 16, "beta": 3.0, "tier": "one"}

@@ -12,14 +12,15 @@ from test_cli import tokenize
 from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
-import hf_offload.tune as tuning
-from hf_offload import ConstantPredictor, HybridCache, assets
-from hf_offload.cache.fingerprint import likeness
+import hf_offload.tools.tune as tuning
+from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cli import app
-from hf_offload.measuring import cost, read
+from hf_offload.files.fingerprint import likeness
 from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.policies.registry import POLICIES
-from hf_offload.tune import Trial, Tuning, tune
+from hf_offload.tools import assets
+from hf_offload.tools.measuring import cost, read
+from hf_offload.tools.tune import Trial, Tuning, tune
 
 SMALL = {"tokens": 200, "steps": 12, "windows": 2}
 LADDERS = (

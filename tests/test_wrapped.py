@@ -15,9 +15,9 @@ from transformers.models.bart import BartForConditionalGeneration
 
 from hf_offload import HybridCache, disable, enable
 from hf_offload.attention import interface as function
-from hf_offload.attention.hooks import find_layers
-from hf_offload.attention.lookahead import QueryPredictor, capture_query
 from hf_offload.cpu.kernels.prefill import faster_than_torch
+from hf_offload.model.hooks import find_layers
+from hf_offload.model.lookahead import QueryPredictor, capture_query
 
 AHEAD: dict[str, Any] = {**COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,)}
 

@@ -13,14 +13,14 @@ import torch
 from common import percentiles
 from gpu.options import Options
 from gpu.supervise import Report
-from hf_offload.attention.graph_capture import Announced, Capture, Recorder, undisturbed
-from hf_offload.cache.host_pool import HostPool
+from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu.handover import Inbox, hand_over
+from hf_offload.graph.graph_capture import Announced, Capture, Recorder, undisturbed
 
 LAYERS = 36
 TARGET = 15.0  # microseconds a layer

@@ -17,10 +17,10 @@ from gpu import models
 from gpu.options import Options
 from gpu.supervise import NotApplicable
 from hf_offload import HybridCache, Scout
-from hf_offload.attention import cuda_graph
-from hf_offload.attention.cuda_graph import StepGraph
-from hf_offload.attention.graph_capture import Recorder, undisturbed
 from hf_offload.gpu.streams import CAPTURE_SIDE, stream_for
+from hf_offload.graph import cuda_graph
+from hf_offload.graph.cuda_graph import StepGraph
+from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 MARKS = ("mask", "prepare", "copies", "launch", "returned", "done")
 """Ends of: reading the arguments, the mask among them; preparing the step; copying its inputs; `replay()`; the model's

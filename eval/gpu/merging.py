@@ -11,9 +11,9 @@ from gpu.inputs import Inputs, Operation, Size, size_of
 from gpu.operations import device_partial, merge_with_host
 from gpu.options import Options
 from gpu.timing import Timer
-from hf_offload.attention.graph_capture import Recorder, undisturbed
 from hf_offload.gpu.handover import wait_for_flag
 from hf_offload.gpu.merge import HostResult, merge
+from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 BATCHES = (1, 8, 16)
 REPLAYS = 200

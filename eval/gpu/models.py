@@ -13,8 +13,8 @@ from common import Row
 from gpu.options import Options
 from gpu.supervise import NotApplicable
 from hf_offload import HybridCache, Scout
-from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.sealing import seal
+from hf_offload.blocks.digests import DIGESTS
+from hf_offload.blocks.sealing import seal
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
 HOST_SHARE = 0.8  # of the machine's memory

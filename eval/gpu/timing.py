@@ -11,7 +11,7 @@ import torch
 from common import percentiles
 from gpu.models import free_pinned
 from gpu.options import Options
-from hf_offload.attention.graph_capture import Recorder, undisturbed
+from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES = 20

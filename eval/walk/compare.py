@@ -14,7 +14,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
-from hf_offload.cache import digests
+from hf_offload.blocks import digests
 from hf_offload.cache.layer import HybridLayer
 from walk.configs import model_class, tiny_config
 

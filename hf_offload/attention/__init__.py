@@ -1,1 +1,1 @@
-"""The registered attention function: prompts, decode steps, query prediction, drafts and CUDA graphs."""
+"""The registered attention function, and the prompts and decode steps behind it."""

@@ -12,11 +12,11 @@ from hf_offload.attention import decode_split, prefill_host
 from hf_offload.attention.prefill import append_attention
 from hf_offload.attention.step_cpu import CpuStep, Form
 from hf_offload.attention.step_split import SplitStep
-from hf_offload.cache.last_queries import joined
+from hf_offload.blocks.last_queries import joined
+from hf_offload.blocks.memory import trim_heap_by_turns
+from hf_offload.blocks.prefill_tiles import read_tiles
+from hf_offload.blocks.sealing import seal, seal_waiting
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import trim_heap_by_turns
-from hf_offload.cache.prefill_tiles import read_tiles
-from hf_offload.cache.sealing import seal, seal_waiting
 from hf_offload.cache.torch_modes import uncast
 from hf_offload.scores import Scores
 

@@ -9,8 +9,8 @@ import torch
 from hf_offload.attention.checking import Outcome, check
 from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.attention.step_split import SplitStep
+from hf_offload.blocks.sealing import seal, seal_waiting
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.sealing import seal, seal_waiting
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.policies.base import Partial, Plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hf_offload.cache.block_store import BlockStore
+from hf_offload.blocks.block_store import BlockStore
 from hf_offload.cache.stats import LayerStats
 from hf_offload.cpu.kernels import draw_pairs as drawing
 from hf_offload.cpu.kernels.decode_attention import Pairs

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hf_offload.attention.checking import Early
-from hf_offload.cache.memory import host_empty
-from hf_offload.cache.view import View
+from hf_offload.blocks.memory import host_empty
+from hf_offload.blocks.view import View
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.launch import Launch

@@ -11,14 +11,14 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from hf_offload.attention import lookahead
 from hf_offload.attention.decode import append, decode
-from hf_offload.attention.drafts import verify
-from hf_offload.attention.fallback import first_mask, note_changed
-from hf_offload.attention.model_support import NAME
 from hf_offload.attention.prefill import append_attention
 from hf_offload.cache.layer import HybridLayer, HybridLength
 from hf_offload.cache.torch_modes import uncast, uncompiled
+from hf_offload.model import lookahead
+from hf_offload.model.drafts import verify
+from hf_offload.model.fallback import first_mask, note_changed
+from hf_offload.model.model_support import NAME
 from hf_offload.scores import Scores
 
 _UNSUPPORTED = ("position_bias", "indices")  # additive biases, indexed sparse attention

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hf_offload.attention.merge import merge_partials
-from hf_offload.cache.memory import memory_for
+from hf_offload.blocks.memory import memory_for
 from hf_offload.scores import Scores
 
 MASKED_QUERIES = 512

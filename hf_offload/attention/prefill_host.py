@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from hf_offload.attention.merge import merge_partials
-from hf_offload.cache.block_store import BlockStore
-from hf_offload.cache.memory import memory_for
-from hf_offload.cache.prefill_tiles import read_tiles
+from hf_offload.blocks.block_store import BlockStore
+from hf_offload.blocks.memory import memory_for
+from hf_offload.blocks.prefill_tiles import read_tiles
 from hf_offload.cpu.kernels.prefill import faster_than_torch, pieces_of, prefill_attention
 from hf_offload.scores import Scores
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from hf_offload.attention.token_fetch import TokenFetch
-from hf_offload.cache.digests import DigestStore
+from hf_offload.blocks.digests import DigestStore
+from hf_offload.blocks.prefill_tiles import read_tiles
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.prefill_tiles import read_tiles
 from hf_offload.knobs import shown
 from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores

@@ -15,8 +15,8 @@ from hf_offload.attention.checking import Outcome, check
 from hf_offload.attention.draw import Draw
 from hf_offload.attention.merge import merge_partials
 from hf_offload.attention.step import Step
+from hf_offload.blocks.view import View
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.view import View
 from hf_offload.cpu.kernels import block_topk
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.kernels.decode_attention import decode_attention

@@ -13,10 +13,10 @@ import torch
 from hf_offload.attention.drawn_host_partial import DrawnHostPartial
 from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.attention.step import Step
-from hf_offload.cache.copying import Moves
-from hf_offload.cache.device_mirror import sent
+from hf_offload.blocks.copying import Moves
+from hf_offload.blocks.device_mirror import sent
+from hf_offload.blocks.memory import LOWER_TILE, TILE, memory_for
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import LOWER_TILE, TILE, memory_for
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads

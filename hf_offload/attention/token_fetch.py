@@ -9,8 +9,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from hf_offload.blocks.memory import host_empty
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory import host_empty
 from hf_offload.cpu.kernels import move_records as movers
 from hf_offload.cpu.thread_pool import WorkerError
 

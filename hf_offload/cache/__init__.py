@@ -1,1 +1,1 @@
-"""Storage of K and V: layers, blocks, digests, resident sets, transactions, saved caches, statistics."""
+"""Layers of a cache: their state, transactions, settings and statistics."""

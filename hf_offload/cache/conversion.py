@@ -10,11 +10,11 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from hf_offload.blocks.block_store import share_blocks
+from hf_offload.blocks.padding import Padding
+from hf_offload.blocks.sealing import seal
 from hf_offload.cache.arrivals import unsuitable
-from hf_offload.cache.block_store import share_blocks
 from hf_offload.cache.layer import HybridLayer, open_layer
-from hf_offload.cache.padding import Padding
-from hf_offload.cache.sealing import seal
 from hf_offload.cache.stock_layers import copy_layer
 
 

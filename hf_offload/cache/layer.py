@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_offload.blocks.block_store import BlockStore
+from hf_offload.blocks.device_mirror import DeviceMirror
+from hf_offload.blocks.digests import DIGESTS
+from hf_offload.blocks.last_queries import LastQueries
+from hf_offload.blocks.prefill_tiles import read_tiles
+from hf_offload.blocks.resident_set import ResidentSet
+from hf_offload.blocks.sealing import seal
+from hf_offload.blocks.view import DeviceView
 from hf_offload.cache.arrivals import unconsumed, unsuitable
-from hf_offload.cache.block_store import BlockStore
-from hf_offload.cache.device_mirror import DeviceMirror
-from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.last_queries import LastQueries
 from hf_offload.cache.memory_budget import check_slots
-from hf_offload.cache.prefill_tiles import read_tiles
-from hf_offload.cache.resident_set import ResidentSet
 from hf_offload.cache.rollback import Snapshot, Snapshots
-from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
 from hf_offload.cache.torch_modes import attended, uncompiled
-from hf_offload.cache.view import DeviceView
 from hf_offload.gpu.block_topk import MOST_BLOCKS
 from hf_offload.policies.base import LayerState
 from hf_offload.scores import Scores

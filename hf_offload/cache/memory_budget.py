@@ -7,15 +7,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.cache.host_pool import MIN_SLAB_BLOCKS, growth
-from hf_offload.cache.memory import size_text
+from hf_offload.blocks.host_pool import MIN_SLAB_BLOCKS, growth
+from hf_offload.blocks.memory import size_text
 from hf_offload.gpu.block_topk import MOST_BLOCKS as MOST_BLOCKS
 from hf_offload.gpu.exchange import MOST_EXCHANGED as MOST_EXCHANGED
 from hf_offload.knobs import shown
 from hf_offload.policies.base import Policy
 
 if TYPE_CHECKING:
-    from hf_offload.cache.block_store import BlockStore
+    from hf_offload.blocks.block_store import BlockStore
 
 DEFAULT_RESIDENT = 2048  # tokens, for policies without a budget
 BUDGETS = 1.5

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_offload.cache.host_pool import HostPool
+from hf_offload.blocks.host_pool import HostPool
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from hf_offload.blocks.device_mirror import DeviceMirror
+from hf_offload.blocks.host_format import FORMATS
+from hf_offload.blocks.padding import Padding
 from hf_offload.cache.checks import Checks
-from hf_offload.cache.device_mirror import DeviceMirror
-from hf_offload.cache.host_format import FORMATS
 from hf_offload.cache.memory_budget import DeviceBudget
-from hf_offload.cache.padding import Padding
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.thread_pool import Worker

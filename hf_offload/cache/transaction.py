@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers.cache_utils import DynamicLayer
 
+from hf_offload.blocks.sealing import seal
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.sealing import seal
 from hf_offload.cache.settings import Settings
 from hf_offload.cpu.thread_pool import WorkerError
 

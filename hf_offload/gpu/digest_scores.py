@@ -1,6 +1,6 @@
 """Scores of sealed blocks by their digests, and their join over the query heads of a KV head.
 
-`cache.digests` says what digests hold; `cpu.kernels.digest_scores` and `cpu.kernels.block_topk` do the same on the CPU.
+`blocks.digests` says what digests hold; `cpu.kernels.digest_scores` and `cpu.kernels.block_topk` are the CPU's.
 """
 
 from __future__ import annotations

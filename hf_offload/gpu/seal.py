@@ -1,4 +1,4 @@
-"""The sealing of full blocks: their digests from their keys; `cache.digests` says what digests hold.
+"""The sealing of full blocks: their digests from their keys; `blocks.digests` says what digests hold.
 
 Key pairs are packed as means in int4 and half differences in 2 bits. Codes [S, D] (S sub-means of a block) in -7..7 are
 stored as nibbles, 8 too large. A little-endian 32-bit word holds 8 consecutive dimensions of one sub-mean, the lowest

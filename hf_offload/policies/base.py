@@ -278,7 +278,7 @@ class Requirements:
         budget: tokens that a row and KV head attends in a step; None: no limit.
         sinks: first valid tokens of each row that are always attended and resident.
         recent: newest sealed tokens that are always attended and resident, in addition to the unsealed tail.
-        digest: the name of the blocks' digest (`cache.digests.DIGESTS`), or None.
+        digest: the name of the blocks' digest (`blocks.digests.DIGESTS`), or None.
         digest_memory: the memory in which blocks are scored when there are two. With `"host"` the CPU chooses what it
             attends.
         chooses_resident: whether more blocks are resident than those that are always attended, although blocks are
@@ -355,7 +355,7 @@ class Policy(ABC):
         """Return this policy for a model, with the files read that it needs.
 
         Args:
-            identity: returns the model's identity, which is the same in all dtypes (`cache.fingerprint.likeness`).
+            identity: returns the model's identity, which is the same in all dtypes (`files.fingerprint.likeness`).
         """
         return self
 
@@ -442,7 +442,7 @@ class Policy(ABC):
         """Return the plan of a decode step: the partials that it attends."""
 
     def plan_without_digests(self, step: Step) -> Plan:
-        """Plan a step of a row that is too short for digests (`cache.digests.STATISTICS_TOKENS`): attend all blocks."""
+        """Plan a step of rows too short for digests (`blocks.digests.STATISTICS_TOKENS`): attend all blocks."""
         return Plan(step.attend(step.all_blocks()), until=EVER)
 
     def after_layer(self, step: Step, plan: Plan) -> None:

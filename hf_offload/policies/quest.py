@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_tokens, shown
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
 from hf_offload.policies.choices import BUDGET

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 from hf_offload import HybridCache, WorkerError
 from hf_offload.attention import decode, prefill_host
 from hf_offload.attention.decode import FEW_QUERIES, LONG
-from hf_offload.cache import memory
-from hf_offload.cache.block_store import BlockStore
+from hf_offload.blocks import memory
+from hf_offload.blocks.block_store import BlockStore
 from hf_offload.cpu.launch import Launch
 
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from hf_offload import HybridCache
 from hf_offload.attention import interface
-from hf_offload.attention.model_support import NAME
+from hf_offload.model.model_support import NAME
 
 TIERS = [ONE_MEMORY, {"tier": "split", "resident": 128}]
 

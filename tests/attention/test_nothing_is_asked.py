@@ -15,7 +15,7 @@ from tiny import prompt, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_offload
-from hf_offload.cache.resident_set import ResidentSet
+from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.policies.fluxion.predictor import ConstantPredictor
 
 OURS = str(Path(hf_offload.__file__).parent)

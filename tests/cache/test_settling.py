@@ -12,13 +12,13 @@ import pretended
 import pytest
 import torch
 
-from hf_offload.cache import block_store as store
-from hf_offload.cache import host_pool, memory
-from hf_offload.cache import prefill_tiles as tiles
-from hf_offload.cache.block_store import KEEP_TOKENS, BlockStore
-from hf_offload.cache.host_pool import HostPool
-from hf_offload.cache.padding import Padding
-from hf_offload.cache.prefill_tiles import read_tiles
+from hf_offload.blocks import block_store as store
+from hf_offload.blocks import host_pool, memory
+from hf_offload.blocks import prefill_tiles as tiles
+from hf_offload.blocks.block_store import KEEP_TOKENS, BlockStore
+from hf_offload.blocks.host_pool import HostPool
+from hf_offload.blocks.padding import Padding
+from hf_offload.blocks.prefill_tiles import read_tiles
 from hf_offload.cpu.thread_pool import Worker
 from hf_offload.gpu.kv_copy import store_tokens
 

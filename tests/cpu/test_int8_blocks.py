@@ -10,7 +10,7 @@ import torch
 from pools import packed_pool
 from references import cpu as reference
 
-from hf_offload.cache.host_pool import HostPool
+from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.kernels.record import HostBlocks

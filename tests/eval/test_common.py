@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 from typer.testing import CliRunner
 
 import common
-from hf_offload import assets
+from hf_offload.tools import assets
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from gpu.results import Results
 from gpu.supervise import Listener, NotApplicable, Report
 from gpu.timing import Timer
 from hf_offload import HybridCache, Scout
-from hf_offload.attention.cuda_graph import StepGraph, graphed
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.kv_copy import FETCHERS
+from hf_offload.graph.cuda_graph import StepGraph, graphed
 
 QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import common
 import needle
-from hf_offload import assets
+from hf_offload.tools import assets
 
 TEXT = "A sentence that says little. Another one! " * 300
 

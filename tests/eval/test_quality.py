@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import common
 import quality
-from hf_offload import Scout, measuring
+from hf_offload import Scout
+from hf_offload.tools import measuring
 
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import common
 import second_turn
-from hf_offload import assets
+from hf_offload.tools import assets
 
 
 class Letters:

@@ -19,7 +19,7 @@ from transformers import (
 
 import hf_offload
 from hf_offload import HybridCache
-from hf_offload.plan import shape_of
+from hf_offload.tools.plan import shape_of
 
 SCOUT: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 8}
 TIERS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import torch
 from references import cpu as reference
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.gpu.digest_scores import score_submeans, score_vectors
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 from hf_offload.scores import Scores

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention.cuda_graph import StepGraph
 from hf_offload.cpu import serving
 from hf_offload.gpu.handover import wait_for_flag
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, RECALLS, TASKS, TILES, stream_for
+from hf_offload.graph.cuda_graph import StepGraph
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention.step_split import SplitStep
-from hf_offload.cache.resident_set import ResidentSet
+from hf_offload.blocks.resident_set import ResidentSet
 
 LENGTH, STEPS = 300, 20
 

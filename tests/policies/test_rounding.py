@@ -12,7 +12,7 @@ from tiny import prompt, tiny_model
 
 import hf_offload
 import quality
-from hf_offload.cache import digests
+from hf_offload.blocks import digests
 
 KNOBS = {"samples": 24, "sinks": 4, "recent": 16, "block_size": 16}
 LENGTH, STEPS = 300, 48

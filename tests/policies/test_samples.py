@@ -14,10 +14,10 @@ from tiny import prompt, spread_weights, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_offload
-from hf_offload import measuring
 from hf_offload.cache.checks import Checks
 from hf_offload.cpu.kernels.draw_pairs import most_pairs
 from hf_offload.policies.choices import DrawnPairs
+from hf_offload.tools import measuring
 from walk import configs
 
 BLOCK, PROMPT, STEPS = 16, 150, 24

@@ -19,8 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache
-from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.host_format import FORMATS
+from hf_offload.blocks.digests import DIGESTS
+from hf_offload.blocks.host_format import FORMATS
 from hf_offload.cpu import launch
 from hf_offload.policies.registry import POLICIES
 from hf_offload.scores import Scores

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, join_blocks
 
 GRANULARITIES = (1, 16, 32, 64, 128)

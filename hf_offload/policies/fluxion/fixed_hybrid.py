@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_number, check_tokens
 from hf_offload.policies.base import Plan, Policy, Requirements
 from hf_offload.policies.fluxion.selector import SelectorState

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.cache.digests import DIGESTS
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, shown
 from hf_offload.policies.base import Plan, Policy, Requirements

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_offload.cache.digests import DIGESTS
-from hf_offload.cache.fingerprint import unlikeness
+from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
+from hf_offload.files.fingerprint import unlikeness
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.fluxion.block_attention import Partial
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
@@ -253,7 +253,7 @@ class HeadPredictor(nn.Module):
 
         Args:
             path: what `save_predictors` wrote.
-            model: `cache.fingerprint.likeness` of the model that it is to serve, which may compute in another dtype.
+            model: `files.fingerprint.likeness` of the model that it is to serve, which may compute in another dtype.
             tau: one of those that the file was trained for.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.cache.copying import bring
+from hf_offload.blocks.copying import bring
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.block_topk import choose_runs

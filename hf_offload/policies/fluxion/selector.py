@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hf_offload.attention.host_partial import BlockHostPartial, all_pinned
-from hf_offload.cache.block_store import BlockStore
-from hf_offload.cache.digests import DigestStore
-from hf_offload.cache.memory import host_empty
+from hf_offload.blocks.block_store import BlockStore
+from hf_offload.blocks.digests import DigestStore
+from hf_offload.blocks.memory import host_empty
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest
 from hf_offload.cpu.launch import Launch

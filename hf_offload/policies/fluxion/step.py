@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from hf_offload.cache.device_mirror import sent
+from hf_offload.blocks.device_mirror import sent
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Partial, Plan, Selection
 from hf_offload.policies.fluxion.block_attention import Tokens

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import CpuStep
     from hf_offload.attention.step_split import SplitStep
-    from hf_offload.cache.block_store import BlockStore
+    from hf_offload.blocks.block_store import BlockStore
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hf_offload.cache.device_mirror import brought
-from hf_offload.cache.resident_set import FREE, ResidentSet
+from hf_offload.blocks.device_mirror import brought
+from hf_offload.blocks.resident_set import FREE, ResidentSet
 
 
 class ResidentMass:

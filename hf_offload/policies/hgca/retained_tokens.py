@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from hf_offload.cache.host_pool import HostPool
+from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.kernels.move_records import copy_records
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, tag_of

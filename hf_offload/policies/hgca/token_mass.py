@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.cache.device_mirror import brought
-from hf_offload.cache.memory import host_empty
+from hf_offload.blocks.device_mirror import brought
+from hf_offload.blocks.memory import host_empty
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job
 from hf_offload.fields import Field, LayerSizes

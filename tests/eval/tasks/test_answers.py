@@ -10,7 +10,7 @@ from letters import letters
 from tiny import prompt, tiny_model
 
 import common
-from hf_offload.attention.model_support import on_device
+from hf_offload.model.model_support import on_device
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt
 from tasks.samples import Sample

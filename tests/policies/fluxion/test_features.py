@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_offload.policies.fluxion.block_attention import Partial, Tokens, attend, attend_blocks
 from hf_offload.policies.fluxion.budgets import deviation_limit
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
-from hf_offload.policies.fluxion.training.labels import needed_budgets
+from hf_offload.tools.training.labels import needed_budgets
 
 ROWS, KV, GROUP, DIM = 2, 2, 3, 8
 SCALE = DIM**-0.5

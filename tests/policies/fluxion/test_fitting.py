@@ -12,8 +12,8 @@ from hf_offload import ConstantPredictor
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.predictor import HeadPredictor
-from hf_offload.policies.fluxion.training.fitting import Fitting, fit_predictor
-from hf_offload.policies.fluxion.training.report import quality, r_squared
+from hf_offload.tools.training.fitting import Fitting, fit_predictor
+from hf_offload.tools.training.report import quality, r_squared
 
 OF = {"tau": 0.1, "digest": "quest", "sinks": 64, "local": 256}
 

@@ -10,7 +10,7 @@ import torch
 from hf_offload.attention.merge import merge_partials
 from hf_offload.policies.fluxion.block_attention import Partial, Tokens, attend, attend_blocks, join_blocks
 from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit, join_scores
-from hf_offload.policies.fluxion.training.labels import fit_line, needed_budgets
+from hf_offload.tools.training.labels import fit_line, needed_budgets
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 8, 0.5
 TAUS = (0.02, 0.1, 0.4)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_offload.policies.fluxion.training.needle_samples import ask
-from hf_offload.policies.fluxion.training.samples import Sampling
+from hf_offload.tools.training.needle_samples import ask
+from hf_offload.tools.training.samples import Sampling
 
 TEXT = [ord("~")] * 4000
 

@@ -193,7 +193,7 @@ def test_statistics_are_made_anew_when_the_host_has_twice_as_much(llama: PreTrai
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_predictor_from_a_file(llama: PreTrainedModel, tmp_path: Any, tier: str) -> None:
-    from hf_offload.cache.fingerprint import likeness
+    from hf_offload.files.fingerprint import likeness
 
     path = tmp_path / "predictor.safetensors"
     identity = likeness(llama.config, llama.model)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
 from hf_offload import ConstantPredictor
-from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import likeness
+from hf_offload.files.fingerprint import likeness
+from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion import predictor
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole

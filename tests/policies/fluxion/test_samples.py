@@ -8,8 +8,8 @@ from tiny import prompt, tiny_model
 
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.training import samples
-from hf_offload.policies.fluxion.training.samples import CapturedLayer, Samples, Sampling, capture, layer_samples
+from hf_offload.tools.training import samples
+from hf_offload.tools.training.samples import CapturedLayer, Samples, Sampling, capture, layer_samples
 
 SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import ConstantPredictor, Fluxion, WorkerError
-from hf_offload.cache.resident_set import ResidentSet
+from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.policies.fluxion import scheduler, selector
 
 SINKS, LOCAL = 16, 32

@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from typer.testing import CliRunner
 
-from hf_offload import assets
-from hf_offload.attention.hooks import find_layers
-from hf_offload.cache.fingerprint import likeness
 from hf_offload.cli import app
+from hf_offload.files.fingerprint import likeness
+from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about
-from hf_offload.policies.fluxion.training import train as training
-from hf_offload.policies.fluxion.training.fitting import Fitting
-from hf_offload.policies.fluxion.training.samples import Sampling
-from hf_offload.policies.fluxion.training.train import Windows, check_sampling, collect, cut_windows, train
+from hf_offload.tools import assets
+from hf_offload.tools.training import train as training
+from hf_offload.tools.training.fitting import Fitting
+from hf_offload.tools.training.samples import Sampling
+from hf_offload.tools.training.train import Windows, check_sampling, collect, cut_windows, train
 
 SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
 QUICK = Fitting(epochs=3, batch=64)

@@ -12,7 +12,7 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HGCA, HybridCache
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.append import AppendProgress, newest_queries
 
 BLOCK = 16

@@ -13,8 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 import hf_offload
 from hf_offload import HGCA
 from hf_offload.attention import interface as function
-from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 BLOCK = 16

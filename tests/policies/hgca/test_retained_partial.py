@@ -9,8 +9,8 @@ import torch
 from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
-from hf_offload.attention.hooks import hybrid_layers
 from hf_offload.cpu.launch import Launch
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.attend_tokens import RetainedHostPartial
 
 BLOCK, PROMPT, APPEND = 16, 170, 40

@@ -12,7 +12,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.hooks import hybrid_layers
+from hf_offload.model.hooks import hybrid_layers
 
 BLOCK = 16
 PROMPT, STEPS = 170, 10

@@ -13,11 +13,11 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
-from hf_offload.attention.hooks import hybrid_layers
-from hf_offload.cache import host_pool
-from hf_offload.cache.resident_set import ResidentSet
+from hf_offload.blocks import host_pool
+from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import DELAY
+from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca import retained_tokens, token_mass
 
 BLOCK = 16

@@ -1,0 +1,1 @@
+"""KV blocks: pool, store, formats, resident set, digests, padding, tiles."""

@@ -1,0 +1,272 @@
+"""Tables of the fields of a saved cache: bounds of every number; dtype, shape and range of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_offload.blocks.block_store import TABLE_STEP
+from hf_offload.blocks.digests import DigestStore
+from hf_offload.blocks.host_format import FORMATS
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory_budget import MOST_BLOCKS, MOST_EXCHANGED, least_blocks, most_blocks
+from hf_offload.cache.settings import Settings
+from hf_offload.fields import (
+    Check,
+    Field,
+    LayerSizes,
+    check_mapping,
+    check_tensors,
+    count,
+    is_a,
+    list_of,
+    mapping_of,
+    optional,
+    prefixed,
+)
+from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DIMS = range(16, 257, 16)
+_KNOBS = ("tier", "block_size", "resident", "device_budget", "host_dtype", "prefill_tile", "cuda_graph")
+
+
+def _choice(*allowed: str) -> Check:
+    return lambda name, value: check_choice(name, value, allowed)
+
+
+def _dim(name: str, value: Any) -> None:
+    if type(value) is not int or value not in _DIMS:
+        raise ValueError(f"{name}={shown(value)} is not a multiple of 16 up to 256")
+
+
+def _scalar(name: str, value: Any) -> None:
+    if not isinstance(value, str | int | float | None):
+        raise ValueError(f"{name}={shown(value)} is not a value of a knob")
+
+
+def _model(name: str, value: Any) -> None:
+    checksum = count(0, 2**32 - 1)
+    weights = partial(mapping_of, optional(checksum))
+    checks: dict[str, Check] = {"config": partial(is_a, dict), "weights": weights}
+    if isinstance(value, dict) and "adapters" in value:  # of a model with adapters alone
+        checks["adapters"] = partial(mapping_of, checksum)
+    check_mapping(name, value, checks)
+
+
+_positive = partial(check_number, what="a factor", above=0, most=1e9)
+_SCORES: dict[str, Check] = {"scale": _positive, "softcap": optional(_positive)}
+
+
+def _scores(name: str, value: Any) -> None:
+    if value is not None:
+        check_mapping(name, value, _SCORES)
+
+
+_LAYER: dict[str, Check] = {
+    "batch": count(1), "heads": count(1), "dim": _dim, "dtype": _choice(*DTYPES), "length": count(1),
+    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": _scores, "placed": check_flag,
+    "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
+}  # fmt: skip
+_STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
+
+
+def _layer(name: str, value: Any) -> None:
+    is_a(dict, name, value)
+    if value:
+        check_mapping(name, value, _STOCK if "stock" in value else _LAYER)
+
+
+def check_about(about: Any) -> None:
+    """Check the JSON description of a saved cache, except for the policy's knobs and stock layers.
+
+    Raises:
+        ValueError: a field is missing, unknown or out of range.
+    """
+    checks: dict[str, Check] = {
+        "format": count(0),
+        "policy": partial(check_mapping, checks={"name": partial(is_a, str), "knobs": partial(is_a, dict)}),
+        "knobs": partial(check_mapping, checks=dict.fromkeys(_KNOBS, _scalar)),
+        "model": _model,
+        "layers": partial(list_of, _layer),
+        "dense": check_flag,
+    }
+    is_a(dict, "about", about)
+    layers = about.get("layers")
+    last = len(layers) - 1 if isinstance(layers, list) else 0
+    checks["donors"] = partial(list_of, partial(list_of, count(0, last), length=2))
+    check_mapping("about", about, checks)
+
+
+def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, module: nn.Module) -> LayerSizes:
+    """The sizes that determine the shapes of a layer's tensors.
+
+    Args:
+        told: the layer's description.
+        table: its block table, not checked yet.
+        block_size: tokens in a block.
+        module: the model's decoder layer.
+    """
+    heads = told["heads"]
+    groups = [part.num_key_value_groups for part in module.modules() if hasattr(part, "num_key_value_groups")]
+    query_heads: Collection[int] = (heads * groups[0] if groups else heads,)
+    if not groups and heads == 1:  # multi-query attention may not name its number of query heads
+        query_heads = range(1, MOST)
+    width = table.shape[1] if table is not None and table.ndim == 2 else 0
+    return LayerSizes(
+        told["batch"], heads, query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"], width,
+        told["placed"], range(1, MOST_BLOCKS + 1),
+    )  # fmt: skip
+
+
+def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
+    """Check that a layer's numbers agree with one another and with the cache, whose padding is loaded.
+
+    Args:
+        where: the layer's name, with its separator.
+        told: the layer's description, each number within its own bounds.
+        settings: the cache's settings.
+
+    Raises:
+        ValueError: a number does not agree.
+    """
+    full, packed = told["length"] // settings.block_size, told["blocks"][1]
+    allowed: dict[str, tuple[int, Container[int]]] = {
+        "batch": (told["batch"], {len(settings.padding.valid)}),
+        "length": (told["length"], {settings.padding.seen}),
+        "sealed": (told["sealed"], {full}),
+        "packed": (told["packed"], range(full + 1) if FORMATS[settings.host_dtype].packs else {0}),
+        "blocks[1]": (packed, range(MOST) if FORMATS[settings.host_dtype].packs else {0}),
+        "queries_end": (told["queries_end"], range(told["length"] + 1)),
+    }
+    for name, (value, good) in allowed.items():
+        if value not in good:
+            raise ValueError(f"{where}{name}={value} does not agree with the other numbers ({good})")
+
+
+def layer_fields(
+    told: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings
+) -> dict[str, Field]:
+    """The expected tensors of a layer.
+
+    Args:
+        told: the layer's description, checked.
+        sizes: the sizes that determine shapes.
+        found: the tensors in the file; some belong together and may all be missing.
+        settings: the cache's settings.
+
+    Raises:
+        ValueError: a number on which shapes depend is wrong.
+    """
+    policy, size, plain, physical = settings.policy, settings.block_size, told["blocks"][0], sum(told["blocks"])
+    blocks = -(-sizes.tokens // size)
+    most = np.full(max(sizes.width, blocks), physical - 1)
+    if told["sealed"] < blocks:
+        most[blocks - 1] = plain - 1  # the last block is still written into, so it is not packed
+    widths = range(-(-blocks // TABLE_STEP) * TABLE_STEP, MOST, TABLE_STEP)
+    fields = {
+        "table": Field(torch.int32, (sizes.rows, widths), 0, most.tolist()),
+        "sums": Field(torch.int64, (physical, sizes.kv_heads)),
+    }
+    if told["queries_end"]:
+        window = range(1, min(told["queries_end"], policy.requirements.query_window) + 1)
+        fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
+    if "block_of" in found:
+        slots = _slots(settings, sizes)
+        fields |= {
+            "block_of": Field(torch.int32, (*sizes.lines, slots), -1, blocks + 1),
+            "worth": Field(torch.float32, (*sizes.lines, range(sizes.width + 1))),
+            "known": Field(torch.int32, (1,), 0, sizes.full_blocks),
+        }
+        held = found["block_of"].shape[-1:]
+        sizes = sizes._replace(slots=range(held[0], held[0] + 1) if sizes.placed and held else slots)
+    if any(name.startswith("state.") for name in found):
+        fields |= prefixed("state.", policy.state_fields(sizes))
+    return fields
+
+
+def check_state(layer: HybridLayer) -> None:
+    """Check that a policy's own fields allow what its state of a layer gives to a file.
+
+    Raises:
+        ValueError: they do not, so that the file could not be loaded.
+    """
+    store, tensors = layer.store, layer.state.tensors()
+    assert store is not None
+    if not tensors:
+        return
+    sizes = LayerSizes(
+        store.batch, store.num_kv_heads, range(1, MOST), store.head_dim, store.block_size, store.dtype, store.length,
+        store.table.shape[1], not layer.unplaced, range(1, MOST_BLOCKS + 1),
+    )  # fmt: skip
+    try:
+        check_tensors("", tensors, layer.policy.state_fields(sizes))
+    except ValueError as error:
+        name = type(layer.policy).__name__
+        raise ValueError(
+            f"what {name} remembers of layer {layer.index} could not be loaded: {error}; {name}.state_fields must "
+            f"describe what {type(layer.state).__name__}.tensors gives"
+        ) from None
+
+
+def _slots(settings: Settings, sizes: LayerSizes) -> range:
+    """The allowed numbers of resident blocks for each row and KV head."""
+    policy, budget, size = settings.policy, settings.device_budget, settings.block_size
+    if policy.window_tokens(0) is not None:
+        window = policy.window_tokens(sizes.width * size)
+        assert window is not None
+        return range(2, min(-(-window // size) + 1, MOST_EXCHANGED) + 1)
+    if budget is None:
+        return range(settings.resident // size, settings.resident // size + 1)
+    record = 2 * size * sizes.head_dim * sizes.dtype.itemsize
+    most = budget.blocks or budget.nbytes // budget.layers // (sizes.rows * sizes.kv_heads * record)
+    return range(least_blocks(policy, size), min(most, most_blocks(policy)) + 1)
+
+
+def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str, Field]:
+    """The expected tensors of a layer's digests.
+
+    Raises:
+        ValueError: `frozen` does not agree with the kind of digest.
+    """
+    least, most = (False, False) if digests is None else (digests.frozen, True)
+    if not least <= told["frozen"] <= most:
+        raise ValueError(f"frozen={told['frozen']} does not agree with the policy's digest")
+    if digests is None:
+        return {}
+    fields, blocks = {}, sum(told["blocks"])
+    if told["sealed"] and told["frozen"]:
+        fields = {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
+    if told["frozen"]:
+        rows = told["batch"]
+        fields |= {f"statistics.{n}": Field(torch.float32, (rows, *row)) for n, row in digests.statistics.items()}
+    return fields
+
+
+def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:
+    """Check that a resident set `[B, Hkv, R]` holds no block twice, and every block that must be resident.
+
+    Args:
+        layer: the layer, with its tokens.
+        block_of: the block of each slot, -1 or within the table.
+
+    Raises:
+        ValueError: it does not.
+    """
+    store, policy = layer.store, layer.policy
+    assert store is not None
+    newest = store.length // store.block_size  # the block that the next token is written into
+    needed = policy.must_be_resident(layer, newest + 1)
+    begins = torch.from_numpy(store.padding.sinks(0)[0])[:, None]  # blocks of padding before it may give up their slots
+    needed &= torch.arange(newest + 1, device="cpu") >= begins
+    needed[:, newest] = True
+    held = torch.zeros(store.batch, store.num_kv_heads, store.num_blocks + 3, dtype=torch.int32, device="cpu")
+    held.scatter_add_(2, block_of.long() + 1, torch.ones_like(block_of))  # index 0 counts the free slots
+    held = held[:, :, 1:]
+    if (held > 1).any() or ((held[:, :, : newest + 1] == 0) & needed[:, None]).any():
+        raise ValueError("block_of holds a block twice, or lacks one that is always resident")

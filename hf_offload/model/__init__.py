@@ -1,0 +1,1 @@
+"""Models from outside: hooks, predicted queries, support, fallback, drafts."""

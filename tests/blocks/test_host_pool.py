@@ -1,0 +1,56 @@
+"""The host pool: slabs, reference counts, addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload.blocks import host_pool
+from hf_offload.blocks.host_pool import HostPool
+
+
+def pool() -> HostPool:
+    return HostPool(num_kv_heads=2, block_size=8, head_dim=16, dtype=torch.float32)
+
+
+def test_addresses_stay_and_point_at_the_blocks() -> None:
+    it = pool()
+    first = it.allocate(3)
+    before = it.block_ptr[first].copy()
+    it.allocate(500)
+    assert len(it.slabs) > 1
+    assert np.array_equal(it.block_ptr[first], before)
+    assert before[0] == it.slabs[0].data_ptr()
+    assert it.block_bytes == 2 * 2 * 8 * 16 * 4
+
+
+def test_a_block_is_free_when_its_last_holder_lets_go() -> None:
+    it = pool()
+    ids = it.allocate(4)
+    it.retain(ids[:2])
+    it.release(ids)
+    assert it.used_blocks == 2
+    it.release(ids[:2])
+    assert it.used_blocks == 0
+    again = it.allocate(4)
+    assert it.num_blocks == 64
+    assert len(set(again.tolist())) == 4
+
+
+def test_releasing_twice_in_one_call_counts_twice() -> None:
+    it = pool()
+    ids = it.allocate(1)
+    it.retain(ids)
+    it.release(np.concatenate([ids, ids]))
+    assert it.used_blocks == 0
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_pinned_slabs_fill_powers_of_two(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "host_empty", lambda shape, dtype, pin: torch.empty(shape, dtype=dtype))
+    it = HostPool(2, 16, dim, torch.float16, pin=True)
+    assert len(set(it.allocate(1000).tolist())) == 1000
+    assert it.num_blocks == 1000 == sum(map(len, it.slabs))
+    taken = sum(1 << (slab.nbytes - 1).bit_length() for slab in it.slabs)
+    assert taken < 1.1 * sum(slab.nbytes for slab in it.slabs)

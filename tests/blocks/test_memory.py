@@ -1,0 +1,137 @@
+"""Allocation of host memory: alignment, lifetime of tensors, errors that name the purpose."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from hf_offload.blocks import memory
+from hf_offload.blocks.memory import host_empty, memory_for, size_text, trim_heap
+
+FAR_TOO_MUCH = 1 << 60
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.uint8])
+def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
+    tensor = host_empty((3, 1 << 20, 2), dtype)
+    assert tensor.shape == (3, 1 << 20, 2)
+    assert tensor.data_ptr() % (2 << 20) == 0
+    part = tensor[2, 5:]
+    part.fill_(7)
+    del tensor
+    gc.collect()
+    assert (part == 7).all()
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[always]" in HUGE_PAGES.read_text(), reason="huge pages are not had on request alone"
+)
+def test_what_follows_the_last_whole_huge_page_is_on_ordinary_ones() -> None:
+    before = psutil.Process().memory_info().rss
+    tensors = [host_empty((17 << 17,), torch.uint8).fill_(1) for _ in range(32)]  # 2.125 MiB each
+    taken = psutil.Process().memory_info().rss - before
+    assert taken < 1.3 * sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.skipif(memory._malloc_trim is None, reason="no malloc_trim in this C library")
+def test_a_trimmed_heap_gives_back_what_lies_between_blocks_in_use() -> None:
+    blocks = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(1000)]
+    blocks = blocks[::2]
+    before = psutil.Process().memory_info().rss
+    trim_heap()
+    assert before - psutil.Process().memory_info().rss > 35 << 20  # of 49 MiB
+    assert all(bool((block == 1).all()) for block in blocks)
+
+
+def test_small_tensors() -> None:
+    assert host_empty((0, 4), torch.float32).shape == (0, 4)
+    assert host_empty((3, 4), torch.float32).stride() == (4, 1)
+
+
+@pytest.mark.parametrize(("huge", "brief"), [(True, False), (False, False), (True, True)])
+def test_what_the_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch, huge: bool, brief: bool) -> None:
+    if not huge:  # a system that knows no huge pages leaves it to torch
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    with pytest.raises(
+        MemoryError, match=r"no host memory left for a dream \(1048576\.0 TiB\); sleep less\."
+    ) as caught:
+        host_empty((FAR_TOO_MUCH,), torch.uint8, brief=brief, what="a dream", lower="sleep less")
+    assert isinstance(caught.value, RuntimeError)
+    assert "Cannot allocate memory" in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+def test_callers_who_know_torch_s_own_errors_know_these() -> None:
+    """`accelerate` and the evaluation tools that use it try smaller batches after such errors."""
+    with pytest.raises(MemoryError) as host, memory_for("blocks", "less"):
+        torch.empty(FAR_TOO_MUCH, dtype=torch.uint8)
+    told = r"no device memory left for blocks \(3\.0 KiB\); less\."
+    with pytest.raises(torch.OutOfMemoryError, match=told) as device, memory_for("blocks", "less", 3072):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 KiB.")
+    assert should_reduce_batch_size(host.value)
+    assert should_reduce_batch_size(device.value)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EPERM, "no"), RuntimeError("shapes differ"), ValueError("x"), KeyError()]
+)
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, memory_for("blocks", "less"):
+        raise error
+    assert caught.value is error
+
+
+def test_the_first_name_is_kept() -> None:
+    outer, inner = memory_for("the outer", "less"), memory_for("the inner", "less")
+    with pytest.raises(MemoryError, match="left for the inner") as caught, outer, inner:
+        raise MemoryError
+    assert "outer" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5 << 50, "5120.0 TiB")],
+)
+def test_sizes_for_people(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize("size", [1000, 5 << 20])
+def test_without_pinned_memory_it_goes_on_and_says_so_once(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    make = torch.empty
+
+    def none_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError(
+                "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` for device-side assertions."
+            )
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", none_pinned)
+    memory._tell_pageable.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"pinned host memory cannot be had \(CUDA error: out of memory\)") as told:
+        tensors = [host_empty((size,), torch.uint8, pin=True) for _ in range(3)]
+    assert len(told) == 1
+    assert "pageable memory: the results are the same, but copies" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensors.append(host_empty((size,), torch.uint8, pin=True))
+    for i, tensor in enumerate(tensors):
+        assert (tensor.fill_(i) == i).all()
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned() -> None:
+    assert host_empty((5 << 20,), torch.uint8, pin=True).is_pinned()

@@ -1,0 +1,240 @@
+"""Tiles of a prompt gathered ahead: slow threads and streams, at most two in memory, errors, timeouts."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from breaking import UNDONE, broken_launch
+
+from hf_offload import WorkerError
+from hf_offload.blocks import memory
+from hf_offload.blocks import prefill_tiles as tiles
+from hf_offload.blocks.block_store import BlockStore
+from hf_offload.blocks.padding import Padding
+from hf_offload.blocks.prefill_tiles import read_tiles
+from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.thread_pool import Worker
+
+from ._streams import Device
+
+HEADS, DIM, SIZE, LENGTH = 3, 32, 16, 24 * 16 + 5
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def make_store(
+    worker: Worker | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    packs: bool = False,
+    rows: int = 2,
+    length: int = LENGTH,
+    device: str = "cpu",
+) -> BlockStore:
+    padding = Padding(SIZE)
+    padding.observe(None, rows, length)
+    store = BlockStore(
+        rows, HEADS, DIM, dtype, block_size=SIZE, device=torch.device(device), digest=None, padding=padding,
+        host_dtype="int8" if packs else None, worker=worker,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    k, v = torch.randn(2, rows, HEADS, length, DIM, dtype=dtype, device=device)
+    store.append(k, v)
+    store.pack_old(length)
+    return store
+
+
+def assert_tiles(store: BlockStore, stop: int, tile: int) -> None:
+    """All tokens come in order, as `gather` brings them, and are looked at only while they are there."""
+    want = store.gather(0, stop)
+    at = 0
+    for first, k, v in read_tiles(store, stop, tile):
+        assert first == at
+        at += k.shape[2]
+        assert k.shape[2] == min(tile, stop - first)
+        for got, all_of_it in zip((k, v), want, strict=True):
+            assert got.is_contiguous()
+            assert got.dtype == all_of_it.dtype
+            assert got.device == all_of_it.device
+            assert torch.equal(got, all_of_it[:, :, first:at])
+    assert at == stop
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("stop", "tile"), [(LENGTH, 64), (LENGTH, 50), (48, 16), (33, 16), (16, 16), (7, 4096), (1, 1)]
+)
+def test_tiles_are_what_gather_brings(
+    stop: int, tile: int, dtype: torch.dtype, packs: bool, threads: int, device: str
+) -> None:
+    assert_tiles(make_store(Worker(threads), dtype=dtype, packs=packs, device=device), stop, tile)
+
+
+def test_nothing_cached_is_no_tile() -> None:
+    assert list(read_tiles(make_store(Worker()), 0, 16)) == []
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_slow_threads_change_nothing(packs: bool) -> None:
+    worker = Worker(2)
+    store = make_store(worker, packs=packs)
+    worker.delay = 0.01
+    assert_tiles(store, LENGTH, 64)
+
+
+def test_the_next_tile_comes_while_one_is_attended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(Worker())
+    done: list[int] = []
+    first_of, real = dict[int, int](), Worker.divide
+
+    def watched(k: torch.Tensor, v: torch.Tensor, first: int) -> Any:
+        launch = BlockStore.gathering(store, k, v, first)
+        first_of[id(launch)] = first
+        return launch
+
+    def divide(worker: Worker, launch: Launch) -> float:
+        seconds = real(worker, launch)
+        done.append(first_of[id(launch)])
+        return seconds
+
+    monkeypatch.setattr(store, "gathering", watched)
+    monkeypatch.setattr(Worker, "divide", divide)
+    for first, _, _ in read_tiles(store, LENGTH, 64):
+        limit = time.monotonic() + 300
+        while first + 64 < LENGTH and first + 64 not in done:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        time.sleep(0.005)
+        assert max(done) <= first + 64  # one ahead, not more: that is all the memory there is
+    assert done == list(range(0, LENGTH, 64))
+
+
+def test_two_tiles_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = tiles.host_empty
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(real(*args, **kwargs).nbytes)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tiles, "host_empty", counted)
+    token = 2 * 2 * HEADS * DIM * 2  # bytes of K and V of two rows
+    for store, most in ((make_store(Worker()), 2 * 64), (make_store(Worker(), packs=True), 2 * 64 + 2 * 64)):
+        places = {(k.data_ptr(), v.data_ptr()) for _, k, v in read_tiles(store, LENGTH, 64)}
+        assert len(places) == 3  # two tiles, and the last one's V, which is shorter
+        assert sum(made) == most * token
+        made.clear()
+    assert len(list(read_tiles(make_store(Worker()), 60, 64))) == 1
+    assert sum(made) == 60 * token  # a single tile needs no second
+
+
+def test_a_gather_that_fails_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(Worker())
+
+    def later(k: torch.Tensor, v: torch.Tensor, first: int) -> Any:
+        launch = BlockStore.gathering(store, k, v, first)
+        return broken_launch() if first == 128 else launch
+
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "gathering", later)
+        with pytest.raises(WorkerError, match=f"gathering tokens 128 to 191 failed: .*{UNDONE}"):
+            seen.extend(first for first, _, _ in read_tiles(store, LENGTH, 64))
+    assert seen == [0, 64]
+    assert_tiles(store, LENGTH, 64)
+
+
+def test_a_gather_that_hangs_is_given_up_in_time() -> None:
+    worker = Worker(timeout=0.2)
+    store = make_store(worker)
+    worker.delay = 5.0
+    with pytest.raises(WorkerError, match="gathering tokens 0 to 63: not done in time"):
+        next(iter(read_tiles(store, LENGTH, 64)))
+
+
+def test_what_is_left_half_way_hinders_nobody() -> None:
+    """After an error in the attention the rest is never asked for, and the store changes while it is on its way."""
+    worker = Worker()
+    store = make_store(worker)
+    want = store.gather(0, 100)
+    for _ in range(20):
+        worker.delay = 0.002
+        next(iter(read_tiles(store, LENGTH, 64)))
+        reader = iter(read_tiles(store, LENGTH, 64))
+        next(reader)
+        store.crop(100)
+        more = torch.full((2, 2, HEADS, LENGTH - 100, DIM), 3.0, dtype=torch.bfloat16)
+        store.append(*more)
+        worker.delay = 0.0
+        for got, first in zip(store.gather(0, LENGTH), want, strict=True):
+            assert torch.equal(got[:, :, :100], first)
+            assert (got[:, :, 100:] == 3).all()
+
+
+# --- the CUDA way, on stand-ins for streams --------------------------------------------------------------------------
+
+
+def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, packs: bool) -> tuple[BlockStore, Device]:
+    """A store on a device whose streams are that slow (seconds a piece of work)."""
+    store, device = make_store(Worker(2), packs=packs), Device(model, side)
+    device.install(patch)
+    patch.setattr(tiles, "host_empty", lambda shape, dtype, **kwargs: memory.host_empty(shape, dtype))
+    store.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    return store, device
+
+
+SPEEDS = [(0.0, 0.0), (0.01, 0.0), (0.0, 0.01), (0.004, 0.004)]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(("model", "side"), SPEEDS)
+def test_no_stream_reads_what_another_writes(
+    monkeypatch: pytest.MonkeyPatch, model: float, side: float, packs: bool
+) -> None:
+    want = make_store(None, packs=packs).gather(0, LENGTH)
+    store, device = on_streams(monkeypatch, model, side, packs)
+    got: list[torch.Tensor] = []
+    with device:
+        for _ in range(2):
+            for _, k, v in read_tiles(store, LENGTH, 32):
+                device.model.enqueue(lambda k=k, v=v: got.extend([k.clone(), v.clone()]))  # type: ignore[misc]
+            device.reuse()
+    device.synchronize()
+    for i, tokens in enumerate(want):
+        assert torch.equal(torch.cat(got[i::2], 2), torch.cat([tokens, tokens], 2))
+
+
+@pytest.mark.parametrize("side", [0.0, 0.02])
+def test_memory_is_given_back_when_nobody_writes_into_it(monkeypatch: pytest.MonkeyPatch, side: float) -> None:
+    """Also when the reader was left half way, with a copy on its way."""
+    store, device = on_streams(monkeypatch, 0.0, side, False)
+    with device:
+        for asked in (1, 2, 3):
+            reader = iter(read_tiles(store, LENGTH, 32))
+            for _ in range(asked):
+                next(reader)
+            del reader
+            device.reuse()
+    device.synchronize()
+    assert len(device.taken) == 3
+    assert all(tensor.isnan().all() for tensor in device.taken)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_gpu_that_is_behind_reads_the_right_tiles(packs: bool) -> None:
+    store = make_store(Worker(3), packs=packs, length=40 * SIZE, device="cuda")
+    want = store.gather(0, 40 * SIZE)
+    got: list[torch.Tensor] = []
+    for _, k, v in read_tiles(store, 40 * SIZE, 64):
+        torch.cuda._sleep(20_000_000)
+        got.extend([k.clone(), v.clone()])
+    torch.cuda.synchronize()
+    for i, tokens in enumerate(want):
+        assert torch.equal(torch.cat(got[i::2], 2), tokens)
