@@ -67,7 +67,7 @@ def mark_kernel(
     kept: Array, counts: Array, largest: bool,
 ) -> None:  # fmt: skip
     """One task = one (row, KV head)."""
-    kv_heads = counts.shape[1]
+    kv_heads, (old, new) = counts.shape[1], thresholds
     group, step = average.shape[1] // kv_heads, 4 * average.shape[2]
     middle = min(max(border, first), stop)
     task = count_up(ticket, 0)
@@ -78,7 +78,7 @@ def mark_kernel(
             begin, end = (first, middle) if part == 0 else (middle, stop)
             found += _mark(
                 address_of(average) + task * group * step + 4 * begin, step, group, largest,
-                address_of(valid) + b * valid.shape[1] + begin, thresholds[part][b],
+                address_of(valid) + b * valid.shape[1] + begin, old[b] if part == 0 else new[b],
                 address_of(kept) + task * kept.shape[2] + begin, end - begin,
             )  # fmt: skip
         counts[b, h] = found
