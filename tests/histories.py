@@ -190,7 +190,7 @@ def _check_lists(mass: TokenMass, held: dict[int, tuple[Any, list[np.ndarray]]],
     for marked, positions, count in zip(marks, context.positions, context.counts, strict=True):
         assert np.array_equal(np.flatnonzero(marked), positions[:count]), "lists are not what is marked"
     before = mass._before  # what a crop that takes the last append back returns to
-    for lists in {id(each): each for each in (context, *(() if before is None else (before.retained,)))}.values():
+    for lists in {id(each): each for each in (context, *(() if before is None else (before[1]["retained"],)))}.values():
         held.setdefault(id(lists.pool), (lists.pool, []))[1].extend(
             lists.table[i, :n] for i, n in enumerate(lists.block_counts[:, 0])
         )

@@ -36,7 +36,7 @@ def test_launches_are_listed_in_their_order(tmp_path, row):
     assert filling[: len(names)] == names
     assert "open_block" in filling[len(names) :]
     beside = found[*usual[:3], "beside"]
-    assert beside == (["decode", "draw", "pair", "join"] if row == "hgca rescue" else ["decode"])
+    assert beside == (["attention", "draw", "attention", "join"] if row == "hgca rescue" else ["attention"])
 
 
 def test_every_kernel_of_triton_has_its_function():
