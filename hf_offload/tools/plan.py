@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -283,13 +284,7 @@ def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, d
             return False
         return shape.weights + found.device + found.tile_bytes <= device
 
-    most = 0
-    while most < MOST_ROWS and fits(most + 1):
-        step = 1
-        while most + 2 * step <= MOST_ROWS and fits(most + 2 * step):
-            step *= 2
-        most += step
-    return most
+    return bisect.bisect_left(range(1, MOST_ROWS + 1), True, key=lambda batch: not fits(batch))
 
 
 def written(setting: tuple[str, dict[str, Any]]) -> str:
@@ -322,25 +317,33 @@ def plan_table(
         found.append((written(setting), memory))
     title = f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}"
     if device is None:
-        columns = ["cache", "keys and values", "digests", "state", "with weights"]
-        return make_table(title, columns, (_row_of_one_memory(shape, *each) for each in found))
-    columns = ["cache", "resident tokens", "device: KV", "digests", "tiles", "graph", "with weights", "host"]
+        return make_table(title, [_row_of_one_memory(shape, *each) for each in found])
     most = [max(device - shape.weights, 0) * batch // everything]
     most += [most_rows(shape, setting, context, device) for setting in settings]
-    rows = (
-        (*_row_of_two_memories(shape, *each, device), f"{count:,}") for each, count in zip(found, most, strict=True)
-    )
-    return make_table(title, [*columns, "left", "rows that fit"], rows)
+    rows = [
+        {**_row_of_two_memories(shape, *each, device), "rows that fit": f"{count:,}"}
+        for each, count in zip(found, most, strict=True)
+    ]
+    return make_table(title, rows)
 
 
-def _row_of_one_memory(shape: Shape, name: str, found: Memory) -> tuple[str, ...]:
-    parts = found.host_bytes + found.stock_bytes, found.digest_bytes, found.salience_bytes
-    return (name, *map(size_text, (*parts, sum(parts) + shape.weights)))
+def _row_of_one_memory(shape: Shape, name: str, found: Memory) -> dict[str, str]:
+    kv = found.host_bytes + found.stock_bytes
+    parts = {"keys and values": kv, "digests": found.digest_bytes, "state": found.salience_bytes}
+    parts["with weights"] = sum(parts.values()) + shape.weights
+    return {"cache": name} | {part: size_text(nbytes) for part, nbytes in parts.items()}
 
 
-def _row_of_two_memories(shape: Shape, name: str, found: Memory, device: int) -> tuple[str, ...]:
-    digests = 0 if found.digests_on_host else found.digest_bytes
+def _row_of_two_memories(shape: Shape, name: str, found: Memory, device: int) -> dict[str, str]:
     total = shape.weights + found.device + found.tile_bytes + found.graph_bytes
-    parts = found.resident_bytes + found.stock_bytes, digests, found.tile_bytes, found.graph_bytes, total, found.host
-    left = size_text(device - total) if device >= total else "too much"
-    return (name, f"{found.resident:,}" if found.resident else "all", *map(size_text, parts), left)
+    parts = {
+        "device: KV": found.resident_bytes + found.stock_bytes,
+        "digests": 0 if found.digests_on_host else found.digest_bytes,
+        "tiles": found.tile_bytes,
+        "graph": found.graph_bytes,
+        "with weights": total,
+        "host": found.host,
+    }
+    row = {"cache": name, "resident tokens": f"{found.resident:,}" if found.resident else "all"}
+    row |= {part: size_text(nbytes) for part, nbytes in parts.items()}
+    return row | {"left": size_text(device - total) if device >= total else "too much"}

@@ -143,30 +143,20 @@ class Tuning:
             f"KL to full attention of at most {self.target:g}; a token of its own cache takes "
             f"{1000 * self.full_seconds:.1f} ms"
         )
-        columns = (
-            "setting",
-            "KL",
-            "worst window",
-            "top token",
-            "ms",
-            "host MiB a step",
-            "device MiB",
-            "meets the target",
-        )
         rows = [
-            (
-                trial.line.removeprefix("HybridCache(model, ").removesuffix(")"),
-                f"{trial.kl:.4f} ± {trial.error:.4f}",
-                f"{trial.worst:.4f}",
-                f"{100 * trial.top1:.0f} %",
-                f"{1000 * trial.seconds:.1f}",
-                "–" if trial.host_bytes is None else f"{trial.host_bytes / 2**20:.1f}",
-                f"{trial.device_bytes / 2**20:.1f}",
-                "yes" if trial.meets(self.target) else "",
-            )
+            {
+                "setting": trial.line.removeprefix("HybridCache(model, ").removesuffix(")"),
+                "KL": f"{trial.kl:.4f} ± {trial.error:.4f}",
+                "worst window": f"{trial.worst:.4f}",
+                "top token": f"{100 * trial.top1:.0f} %",
+                "ms": f"{1000 * trial.seconds:.1f}",
+                "host MiB a step": "–" if trial.host_bytes is None else f"{trial.host_bytes / 2**20:.1f}",
+                "device MiB": f"{trial.device_bytes / 2**20:.1f}",
+                "meets the target": "yes" if trial.meets(self.target) else "",
+            }
             for trial in sorted(self.trials, key=lambda trial: trial.seconds)
         ]
-        return make_table(title, columns, rows)
+        return make_table(title, rows)
 
 
 def check_tuning(target: float, *, tokens: int, steps: int, windows: int, tier: str | None = None) -> None:
