@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.files.fingerprint import fingerprint, likeness
-from hf_offload.knobs import check_choice
+from hf_offload.knobs import check_choice, check_count
 from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.block_attention import BLOCK
 from hf_offload.policies.fluxion.predictor import save_predictors, write_whole
@@ -134,8 +134,8 @@ def check_sampling(sampling: Sampling, context: int) -> None:
         raise ValueError(
             f"interval={sampling.interval} leaves the host nothing beside sinks and local tokens; use at least {least}"
         )
-    if not 1 <= sampling.steps <= sampling.interval:
-        raise ValueError(f"steps={sampling.steps} is not a count of tokens in an interval of {sampling.interval}")
+    what = f"a count of tokens in an interval of {sampling.interval}"
+    check_count("steps", sampling.steps, what=what, most=sampling.interval)
     if context < sampling.interval + sampling.steps:
         raise ValueError(f"context={context} ends before the steps after interval={sampling.interval}; raise it")
 

@@ -22,7 +22,7 @@ def test_rows_have_their_own_sinks_and_share_no_block() -> None:
     # A row without padding, one whose sinks reach into the newest blocks, one that begins behind the host's end.
     sinks = np.array([0, 7, 10], np.int32), np.array([2, 9, 12], np.int32)
     first, newest = LocalBlocks(8).parts(sinks, 8, 12, kv_heads=3)
-    assert first.blocks.shape[:2] == newest.counts.shape == (3, 3)
+    assert first.items.shape[:2] == newest.counts.shape == (3, 3)
     assert lists(first) == [[0, 1], [7], []]
     assert lists(newest) == [[8, 9, 10, 11], [8, 9, 10, 11], [10, 11]]
 
