@@ -16,6 +16,7 @@ from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache
+from hf_offload.blocks import digests
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.hgca.token_mass import TokenMass
 
@@ -276,6 +277,25 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     decode(model, cache.fork(), torch.full_like(token, 99), mask, 60)
     got, want = decode(model, cache, token, mask, 60), decode(model, alone, token, mask, 60)
     assert torch.equal(got[1], want[1])
+
+
+def test_statistics_of_one_fork_change_no_digest_of_another(
+    models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forks share full blocks without digests. Each then has statistics, and digests of these blocks, of its own."""
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
+    model, (ids, mask) = models["llama"], prompt(1, 50)
+    found = []
+    for shared in (True, False):
+        cache = make(model, "scout", "one")
+        token = prefill(model, cache, ids, mask)
+        other = cache.fork() if shared else cache
+        strange = torch.full_like(token, 99)
+        decode(model, other, strange, mask, 30)
+        if shared:
+            decode(model, cache, token, mask, 30)  # later, with statistics of other keys
+        found.append(decode(model, other, strange, torch.ones(1, 80, dtype=mask.dtype), 20)[1])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

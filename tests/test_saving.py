@@ -274,6 +274,22 @@ def test_an_altered_block_is_noticed_unless_nobody_wants_to_know(
         HybridCache.load(folder, model, verify=0)
 
 
+def test_an_altered_packed_block_is_noticed(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+    ids, mask = prompt(1, 300)
+    cache = make(models["llama"], "full-int8", "one")
+    decode(models["llama"], cache, prefill(models["llama"], cache, ids, mask), mask, 2)
+    assert all(layer.store.packed_blocks for layer in cache.layers)
+    cache.save(tmp_path / "cache")
+    file = tmp_path / "cache" / "blocks.safetensors"
+    whole = file.read_bytes()
+    for place in range(4096, len(whole), len(whole) // 7):
+        data = bytearray(whole)
+        data[place] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=r"was altered|not what was saved"):
+            HybridCache.load(tmp_path / "cache", models["llama"])
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_padding_without_rows_or_tokens_is_refused(
     models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, axis: int
@@ -301,6 +317,10 @@ def test_another_model_is_refused(saved: Any) -> None:
     model = tiny_model("llama")
     model.model.layers[3].mlp = torch.nn.Identity()
     with pytest.raises(ValueError, match="is missing here"):
+        HybridCache.load(saved[0], model)
+    model = tiny_model("llama")
+    model.model.register_parameter("more", torch.nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ValueError, match="the weight more is new"):
         HybridCache.load(saved[0], model)
 
 

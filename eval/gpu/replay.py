@@ -160,7 +160,7 @@ class Scripted:
     def choose(self, join: str, blocks: int) -> tuple[torch.Tensor, Selection]:
         score, _ = self._step.choose(join, blocks)
         chosen = self._script.chosen.index_select(0, self._step.state.at)[0]
-        return wanted(score, chosen), whole(chosen)
+        return wanted(score, chosen), whole(chosen, self._step.block_size)
 
 
 def wanted(score: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -168,10 +168,10 @@ def wanted(score: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return torch.full_like(score, float("-inf")).scatter_(2, blocks.long(), 1.0)
 
 
-def whole(blocks: torch.Tensor) -> Selection:
-    """All blocks of `[B, Hkv, k]` as a selection."""
+def whole(blocks: torch.Tensor, size: int) -> Selection:
+    """All blocks of `[B, Hkv, k]`, of `size` tokens, as a selection."""
     counts = torch.full(blocks.shape[:2], blocks.shape[2], dtype=torch.int32, device=blocks.device)
-    return Selection(blocks, counts)
+    return Selection(blocks, counts, size)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Replay(Scout):
         if slots < blocks.shape[2]:  # one slot is kept for the block that comes
             blocks = torch.cat([blocks[:, :, :1], blocks[:, :, 1 - slots :]], 2)
         step.learn(wanted(step.score(self.join), blocks), 0.0)
-        return whole(blocks)
+        return whole(blocks, step.block_size)
 
     @property
     def _script(self) -> Script:

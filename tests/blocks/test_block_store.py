@@ -97,6 +97,8 @@ def test_a_crop_into_packed_blocks_can_be_appended_to() -> None:
     for got, want in zip(store.gather(0, store.length), before, strict=True):
         assert torch.equal(got, want[:, :, : store.length])
     fill(store, k[:, :, store.length :], v[:, :, store.length :], [])
+    packed = store.pool.block_ptr[store.table[:, : LENGTH // SIZE]] & 1 == 1
+    assert packed[:, : store.packed_blocks].all()
     got, want = store.gather(0, LENGTH)[0], expected(k, v)[0]
     again = slice(5 * SIZE, 6 * SIZE)  # packed twice
     assert torch.equal(got[:, :, : 5 * SIZE], want[:, :, : 5 * SIZE])
@@ -135,7 +137,7 @@ def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.Monkey
     fill(store, k[:, :, :139], v[:, :, :139], [])
     before, used = store.gather(0, 139), store.host_bytes
     with monkeypatch.context() as patch:
-        patch.setattr(f"hf_offload.cache.{name}", broken)
+        patch.setattr(f"hf_offload.blocks.{name}", broken)
         with pytest.raises(Broken):
             fill(store, k[:, :, 139:], v[:, :, 139:], [1, 2, 3, 4, 5, 6])
     store.crop(139)

@@ -531,8 +531,10 @@ def test_attention_over_packed_and_plain_blocks(
         mixed = HostBlocks(
             tag_of(dtype), pool.block_ptr, table.numpy(), holes.numpy(), valid.numpy(), block_size, packed
         )
+        errors = torch.full(query.shape[:2], 7.0)
         more = Pairs.of(
-            weights.numpy(), kv_heads * group, skipped=None if skipped is None else skipped.numpy()
+            weights.numpy(), kv_heads * group, skipped=None if skipped is None else skipped.numpy(),
+            errors=errors.numpy(),
         )  # fmt: skip
         launch = decode_attention(
             query.numpy(), mixed, pairs.numpy(), counts.numpy(), length, out.numpy(), lse.numpy(), kbar.numpy(),
@@ -546,3 +548,4 @@ def test_attention_over_packed_and_plain_blocks(
         torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-4)
         torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=1e-4)
         torch.testing.assert_close(kbar.double(), want[2], rtol=0, atol=1e-4)
+        torch.testing.assert_close(errors.double(), want[3], rtol=1e-3, atol=1e-5)

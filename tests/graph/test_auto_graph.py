@@ -212,6 +212,11 @@ def test_a_step_with_other_arguments_runs_eagerly_first() -> None:
     assert cache.graph._capture is captured
     steps(model, cache, 156, 157, logits_to_keep=1)
     assert cache.graph._capture is not captured
+    captured = cache.graph._capture
+    steps(model, cache, 157, 158, logits_to_keep=2)  # another value
+    assert cache.graph._capture is captured
+    steps(model, cache, 158, 159, logits_to_keep=2)
+    assert cache.graph._capture is not captured
 
 
 def test_a_step_that_reads_a_value_on_the_host_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

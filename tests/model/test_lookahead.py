@@ -217,3 +217,7 @@ def test_layers_are_hooked_while_a_cache_that_looks_ahead_lives() -> None:
         model(ids[:, :1], past_key_values=other)
     assert counts == [0, 4, 4]
     assert not any(layer._forward_pre_hooks for layer in layers)
+    again = HybridCache(model, "scout", budget=256, sinks=16, recent=0, block_size=16, **knobs)
+    with torch.no_grad():
+        model(ids, past_key_values=again)
+    assert sum(len(layer._forward_pre_hooks) for layer in layers) == 4

@@ -5,8 +5,8 @@
     make mutants MUTANTS="--nearest fork-shared-table padding-stale-sinks"
 
 A patch begins with three lines: what is wrong, its kind, and the nearest tests. These run first. If they find nothing,
-all quick tests run, which takes as long as `make unit`. Faults in `hf_offload/cpu/` come last, since each compiles all
-kernels anew that its tests use. The patches are applied to a copy of this checkout; nothing is written into it.
+all quick tests run, as they do once without a fault, where they must pass. Faults in `hf_offload/cpu/` come last, since
+their tests compile kernels anew. The patches are applied to a copy of this checkout; nothing is written into it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ class Mutant(NamedTuple):
 
 
 def read(path: Path) -> Mutant:
-    """Read a patch.
-
-    Raises:
-        ValueError: a line at its begin is missing.
-    """
+    """Read a patch; ValueError if a line at its begin is missing."""
     text = path.read_text(encoding="utf-8")
     head = re.match(r"\S.*\.\nKind: (.+)\nTests: (.+)\n\ndiff --git ", text)
     if head is None:
@@ -111,6 +107,10 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for mutant in chosen:
+            patch(tree, mutant, "--check")
+        if not nearest and (wrong := run(tree, *QUICK)):
+            raise typer.BadParameter(f"{wrong} fails without a fault")
         for mutant in chosen:
             start = time.monotonic()
             by = find(tree, mutant, nearest)

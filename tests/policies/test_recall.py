@@ -33,6 +33,11 @@ def test_adaptive_follows_the_running_ratio() -> None:
     assert steps_of(clock, [0.05, 0.05, 0.15, 0.05, 0.12, 0.16, 0.16, 0.02, 0.05]) == [5, 6]
 
 
+def test_the_average_starts_anew_after_a_recall() -> None:
+    clock = RecallClock.of("adaptive", 0.12, 0, CPU)
+    assert steps_of(clock, [0.5, 0.1, 0.13]) == [0]  # with the first ratio the average would be .3 and .2
+
+
 def test_a_profile_gives_each_layer_its_interval(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"intervals": [1, 4]}))

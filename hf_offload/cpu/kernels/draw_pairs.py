@@ -57,7 +57,7 @@ from hf_offload.cpu.launch import (
     kernel,
     require,
 )
-from hf_offload.cpu.memory import add_to, address_of, count_up, hold
+from hf_offload.cpu.memory import add_to, address_of, count_up, hold, next_task
 from hf_offload.cpu.simd.vectors import (
     exceeds,
     get_upper,
@@ -431,10 +431,8 @@ def draw_kernel(
     size = len(runs)
     row = (min(CHUNK_BLOCKS, n_sealed) + SPARE_BLOCKS) * size
     scores = np.empty(group * row, np.float32)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
         sealed: Any = n_sealed
         if resident is not None:  # the host does not know how far the device is
@@ -465,7 +463,7 @@ def draw_kernel(
                 parts, factors = group if rule.mode == 1 else 1, estimates.factors[b, head]
                 chunk_shares(totals[b, head], peaks[b, head], chunks, tail[b, head], sealed, parts, factors)
             _draw_lists(rule, estimates, always, resident, kept, b, h, sealed, size, length, lists, tally)
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(scores)
 
 

@@ -28,7 +28,7 @@ from numba.core import types
 from hf_offload.cpu.kernels.block import STEP_TOKENS, add_weighted
 from hf_offload.cpu.kernels.packed import READERS, Reader, is_packed
 from hf_offload.cpu.launch import I32, I64, Array, Launch, check_geometry, jit, jit_for_python, kernel, require, tag_of
-from hf_offload.cpu.memory import LINE, address_of, count_up, get, hold, prefetch, put
+from hf_offload.cpu.memory import LINE, address_of, count_up, get, hold, next_task, prefetch, put
 from hf_offload.cpu.simd.convert import choose_units, first_half, round_rows, scale_rows
 from hf_offload.cpu.simd.int_dot import add_row_dots, add_sums, add_value_pairs, no_sums, row_scores
 from hf_offload.cpu.simd.register_tiles import (
@@ -435,13 +435,11 @@ def pack_kernel(
 ) -> None:
     """One task = `chunk` records."""
     peaks = np.zeros(max(block_size, 16), np.float32)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         for i in range(task * chunk, min((task + 1) * chunk, records.shape[0])):
             _pack(tag, keys[i], values[i], key_step, value_step, records[i], dim, block_size, address_of(peaks))
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(peaks)
 
 
@@ -482,13 +480,11 @@ def unpack_kernel(
     chunk: int,
 ) -> None:
     """One task = `chunk` records."""
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         for i in range(task * chunk, min((task + 1) * chunk, records.shape[0])):
             _unpack(tag, records[i], keys[i], values[i], tokens[i], counts[i], dim, block_size)
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def pack_records(

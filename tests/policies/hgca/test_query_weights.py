@@ -101,7 +101,7 @@ def test_nothing_depends_on_the_number_of_threads() -> None:
     for threads in (1, 4):
         lse, average = torch.empty(1, 6, 50), torch.zeros(1, 6, 2500)
         pool = case.host_blocks(torch.bfloat16)
-        asked = Queries(query.numpy(), 2450, 0, 2500, 0.125, None)
+        asked = Queries(query.numpy(), 2, 2450, 0, 2500, 0.125, None)
         run(query_lse(pool, asked, lse.numpy()), threads)
         run(weigh_tokens(pool, asked, lse.numpy(), np.full(50, 0.02, np.float32), average.numpy()), threads)
         found.append((lse, average))

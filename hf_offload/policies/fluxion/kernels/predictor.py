@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, jit, jit_for_python, kernel, require
-from hf_offload.cpu.memory import LINE, address_of, count_up, hold, prefetch, put
+from hf_offload.cpu.memory import LINE, address_of, count_up, hold, next_task, prefetch, put
 from hf_offload.cpu.simd.register_tiles import load_columns, outer_fma, spread, store_tile, zeros
 from hf_offload.cpu.simd.vectors import LANES, choose_less, fma, lane_sum, load_f32, splat, store, vmax
 
@@ -259,10 +259,8 @@ def predict_kernel(
     scratch = np.empty(scratch_floats(network, _CHUNK), np.float32)
     features = scratch[: _CHUNK * wide].reshape(_CHUNK, wide)
     out = np.empty((_CHUNK, OUTPUTS), np.float32)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, low = task // chunks, task % chunks * _CHUNK
         count = min(_CHUNK, query_heads - low)
         tiled = (count + len(heads) - 1) // len(heads) * len(heads)
@@ -294,7 +292,7 @@ def predict_kernel(
         for i in range(count):
             budget0[b, low + i], slope[b, low + i] = out[i, 0], out[i, 1]
             streaming[b, low + i] = out[i, 2] > network.threshold[0]
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(scratch)
 
 

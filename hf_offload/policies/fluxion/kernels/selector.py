@@ -36,7 +36,7 @@ from hf_offload.cpu.launch import (
     kernel,
     require,
 )
-from hf_offload.cpu.memory import address_of, count_up, get, put
+from hf_offload.cpu.memory import address_of, count_up, get, next_task, put
 from hf_offload.cpu.simd.vectors import choose_less, exp, lane_max, load_f32, splat, store, vmax
 
 _LOWEST = np.float32(-3.4e38)  # only -inf is smaller
@@ -325,10 +325,8 @@ def retrieve_kernel(ticket: Array, tasks: int, choice: Any, finished: Array) -> 
     group = choice.query.shape[1] // kv_heads
     chunks = max(1, (end + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
     scores, scratch, word = make_scratch(choice)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, chunk, h = task // (chunks * kv_heads), task // kv_heads % chunks, task % kv_heads
         span = choose_granularity(budgets, b, h, group)
         begin, stop = chunk * CHUNK_BLOCKS, min((chunk + 1) * CHUNK_BLOCKS, end)
@@ -337,7 +335,7 @@ def retrieve_kernel(ticket: Array, tasks: int, choice: Any, finished: Array) -> 
         if count_up(finished, b * kv_heads + h) == chunks - 1:
             take_blocks(choice, b, h, span, scratch, word)
             spans[b, h] = span
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def retrieve_blocks(

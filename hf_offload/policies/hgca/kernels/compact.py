@@ -25,7 +25,7 @@ from hf_offload.cpu.launch import (
     require,
     tag_of,
 )
-from hf_offload.cpu.memory import address_of, copy_bytes, count_up
+from hf_offload.cpu.memory import address_of, copy_bytes, count_up, next_task
 from hf_offload.cpu.simd.convert import load_first, load_marks, store_marks
 from hf_offload.cpu.simd.vectors import choose_less, lane_sum, splat, vmax
 
@@ -67,24 +67,22 @@ def mark_kernel(
     kept: Array, counts: Array, largest: bool,
 ) -> None:  # fmt: skip
     """One task = one (row, KV head)."""
-    kv_heads = counts.shape[1]
+    kv_heads, (old, new) = counts.shape[1], thresholds
     group, step = average.shape[1] // kv_heads, 4 * average.shape[2]
     middle = min(max(border, first), stop)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, h = task // kv_heads, task % kv_heads
         found = 0
         for part in range(2):
             begin, end = (first, middle) if part == 0 else (middle, stop)
             found += _mark(
                 address_of(average) + task * group * step + 4 * begin, step, group, largest,
-                address_of(valid) + b * valid.shape[1] + begin, thresholds[part][b],
+                address_of(valid) + b * valid.shape[1] + begin, old[b] if part == 0 else new[b],
                 address_of(kept) + task * kept.shape[2] + begin, end - begin,
             )  # fmt: skip
         counts[b, h] = found
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 class _Lists(NamedTuple):
@@ -105,10 +103,8 @@ def compact_kernel(
     """One task = one list; keys and values: address and strides of [B, Hkv, tokens], in bytes."""
     kv_heads, block_ptr, table, size, row = kept.shape[1], lists.block_ptr, lists.table, lists.block_size, lists.row
     (key_at, key_strides), (value_at, value_strides) = keys, values
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         b, h = task // kv_heads, task % kv_heads
         key = key_at + b * key_strides[0] + h * key_strides[1]
         value = value_at + b * value_strides[0] + h * value_strides[1]
@@ -121,7 +117,7 @@ def compact_kernel(
                 copy_bytes(place + size * row, value + i * value_strides[2], row)
                 lists.positions[task, entry] = token
                 entry += 1
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def mark_retained(

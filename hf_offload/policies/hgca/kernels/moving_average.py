@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_offload.cpu.launch import F32, Array, Launch, kernel, require
-from hf_offload.cpu.memory import address_of, count_up
+from hf_offload.cpu.memory import address_of, count_up, next_task
 from hf_offload.cpu.simd.convert import load_first, store_first
 from hf_offload.cpu.simd.vectors import exp, fma, splat, vmax
 
@@ -36,10 +36,8 @@ def average_kernel(
     pairs = lse.shape[0] * query_heads
     left = splat(np.float32(fade))
     ages = address_of(rates) + 4 * (rates.shape[0] - length + first)
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         for pair in range(task * chunk, min((task + 1) * chunk, pairs)):
             b, h = pair // query_heads, pair % query_heads
             total = lse[b, h]
@@ -54,7 +52,7 @@ def average_kernel(
                 rate = load_first(ages + 4 * token, count)
                 mean = vmax(left * mean, rate * weight) if largest else fma(weight - mean, rate, mean)
                 store_first(place + 4 * token, count, mean)
-        count_up(ticket, 1)
+        task = next_task(ticket)
 
 
 def move_averages(

@@ -27,7 +27,7 @@ from hf_offload.cpu.launch import (
     kernel,
     require,
 )
-from hf_offload.cpu.memory import address_of, count_up, get, get_word, hold, put, put_word
+from hf_offload.cpu.memory import address_of, count_up, get, get_word, hold, next_task, put, put_word
 from hf_offload.cpu.simd.convert import load_marks, store_first
 from hf_offload.cpu.simd.vectors import MASKED, NOTHING, choose_less, exp, fma, load_f32, splat, store, vmax
 
@@ -213,10 +213,8 @@ def lse_kernel(
     totals = lse.reshape(batch * kv_heads, rows)
     peaks = address_of(states)
     partial_step = 4 * partial.shape[1]
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         run, part = task // parts, task % parts
         head, first_row = run // runs, run % runs * _ROWS
         b, h = head // kv_heads, head % kv_heads
@@ -243,7 +241,7 @@ def lse_kernel(
         if count_up(finished, run) == parts - 1:
             origin, merged = address_of(partial) + run * parts * partial_step, totals[head, first_row:][: len(ends)]
             merge_masses(origin, parts, partial_step, len(ends), 0, 4 * _ROWS, merged)
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(memory)
     hold(states)
 
@@ -272,10 +270,8 @@ def weigh_kernel(
     sums, stride, ends = tile.more, tile.stride, np.empty(rows, np.int64)
     totals = lse.reshape(batch * kv_heads, rows)
     zero = splat(np.float32(0.0))
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
+    task = count_up(ticket, 0)
+    while task < tasks:
         head, part = task // parts, task % parts
         b, h = head // kv_heads, head % kv_heads
         _find_ends(ends, 0, queries, pool.valid[b])
@@ -305,7 +301,7 @@ def weigh_kernel(
                     if masked:
                         x = choose_less(zero, load_f32(tile.marks + 4 * token), x, zero)
                     store_first(place + 4 * token, whole - token, x)
-        count_up(ticket, 1)
+        task = next_task(ticket)
     hold(memory)
 
 
