@@ -200,5 +200,5 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int, cache
             f"resident={shown(resident)} tokens leave no room beside sinks, recent tokens and the tail; use at least "
             f"{least}"
         )
-    check_count("resident", resident, most=most, hint=f" ({slots} blocks), or a larger block_size")
+    check_count("resident", resident, most=most, hint=f" ({slots} blocks a KV head), or a larger block_size")
     return resident // block_size * block_size
