@@ -357,28 +357,21 @@ def _print(table: Table) -> None:
 
 def quality_table(report: dict[str, Any]) -> Table:
     """What a training reports, a row for each τ."""
-    from rich.table import Table
+    from hf_offload.tools.tables import make_table
 
-    table = Table(title=f"{report['held_out']:,} held-out samples; budgets at blocks of 32 tokens, in % of the host's")
-    titles = (
-        "τ",
-        "R² bgt₀",
-        "R² k",
-        "streaming",
-        "precision",
-        "recall",
-        "needed",
-        "predicted",
-        "too little",
-        "too much",
-    )
-    for title in titles:
-        table.add_column(title, justify="right")
+    title = f"{report['held_out']:,} held-out samples; budgets at blocks of 32 tokens, in % of the host's"
+    rates = {
+        "R² bgt₀": "r2_budget0", "R² k": "r2_slope", "streaming": "streaming_share", "precision": "streaming_precision",
+        "recall": "streaming_recall",
+    }  # fmt: skip
+    rows = []
     for tau, found in report["quality"].items():
-        rates = ("r2_budget0", "r2_slope", "streaming_share", "streaming_precision", "streaming_recall")
-        budgets = (found["budgets"]["32"][name] for name in ("needed", "predicted", "too_little", "too_much"))
-        table.add_row(tau, *(f"{found[name]:.3f}" for name in rates), *(f"{100 * value:.2f}" for value in budgets))
-    return table
+        budgets = found["budgets"]["32"]
+        row = {"τ": tau} | {column: f"{found[rate]:.3f}" for column, rate in rates.items()}
+        for name in ("needed", "predicted", "too_little", "too_much"):
+            row[name.replace("_", " ")] = f"{100 * budgets[name]:.2f}"
+        rows.append(row)
+    return make_table(title, rows)
 
 
 def profile_table(found: Profile) -> Table:

@@ -259,15 +259,15 @@ def _uninstall(model: PreTrainedModel, maker: _CacheMaker) -> None:
         setattr(model, _PREPARE, maker.displaced)
 
 
-def _config_path(config: Any, decoder: Any) -> list[str] | None:
-    """Return the attribute names that lead from a model's config to its decoder's config, or None without a path."""
+def _nested(config: Any, decoder: Any, implementation: str) -> Any:
+    """Return an attention implementation for a decoder's config, in a dict for each config around it; None: no path."""
     if config is decoder:
-        return []
+        return implementation
     for name in config.sub_configs:
         below = getattr(config, name, None)
-        path = None if below is None else _config_path(below, decoder)
-        if path is not None:
-            return [name, *path]
+        wanted = None if below is None else _nested(below, decoder, implementation)
+        if wanted is not None:
+            return {name: wanted}
     return None
 
 
@@ -282,8 +282,5 @@ def _attention_implementation(model: PreTrainedModel) -> str:
 
 def _set_implementation(model: PreTrainedModel, implementation: str) -> None:
     """Set the attention implementation of the text decoder; vision and audio towers keep theirs."""
-    path = _config_path(model.config, model.config.get_text_config(decoder=True))
-    wanted: Any = implementation if path else {"": implementation}
-    for name in reversed(path or []):
-        wanted = {name: wanted}
-    model.set_attn_implementation(wanted)
+    wanted = _nested(model.config, model.config.get_text_config(decoder=True), implementation)
+    model.set_attn_implementation(wanted if isinstance(wanted, dict) else {"": implementation})

@@ -25,7 +25,7 @@ from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import make_budget, resident_tokens
 from hf_offload.cache.progress import PromptProgress
-from hf_offload.cache.settings import AUTO, Settings, check_progress, check_sizes, check_tier
+from hf_offload.cache.settings import AUTO, Settings, check_sizes, check_tier
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
 from hf_offload.cache.stats import LayerStats, Pace, Stats
 from hf_offload.cache.stock_layers import copy_layer
@@ -123,6 +123,7 @@ class HybridCache(Cache):
         self.policy = make_policy(policy, knobs).for_model(lambda: likeness(config, find_layers(model)[0]))
         block_size = self.policy.block_size if block_size is None else block_size
         check_tier(tier)
+        check_flag("progress", progress)
         check_sizes(block_size, prefill_tile, host_dtype, cuda_graph)
         stock = stock_layers(config)
         two_memories = has_two_memories(model, tier)
@@ -146,7 +147,7 @@ class HybridCache(Cache):
             padding=Padding(block_size),
             host_dtype=host_dtype,
             device_budget=budget,
-            progress=PromptProgress() if check_progress(progress) else None,
+            progress=PromptProgress() if progress else None,
             checks=checks,
         )
         self.settings = settings

@@ -43,7 +43,7 @@ def test_prose_is_mostly_letters_and_never_repeats_a_paragraph():
 
 
 def test_unknown_kind_names_the_kinds():
-    with pytest.raises(ValueError, match=r"kind='poetry' is not one of prose, documentation, code"):
+    with pytest.raises(ValueError, match=r"kind='poetry' is not known; use one of prose, documentation, code"):
         assets.demo_text("poetry")
 
 
@@ -101,8 +101,8 @@ def test_hide_number_puts_it_where_asked(depth, chat_template):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"depth": 1.5}, r"depth=1\.5 is outside \[0, 1\]"),
-        ({"number": 12}, r"number=12 has other than seven digits"),
+        ({"depth": 1.5}, r"depth=1\.5 is not a place in the text"),
+        ({"number": 12}, r"number=12 is not a number of seven digits"),
         ({"tokens": 50}, r"tokens=50 leaves no room for a text: 91 are the least"),
         ({"tokens": 9000}, r"tokens=9000 is more than the \d+ that this text allows"),
     ],

@@ -96,7 +96,7 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
         ("scout", {"block_size": 33}, "block_size=33"),
         ("scout", {"tier": "three"}, "tier='three'"),
         ("scout", {"resident": 32}, "resident=32"),
-        ("scout", {"resident": 65536}, "resident=65536 .* use at most 32768, or a larger block_size"),
+        ("scout", {"resident": 65536}, "resident=65536 .* use an integer of at most 32768 .* or a larger block_size"),
         ("scout", {"prefill_tile": 4}, "prefill_tile=4"),
         ("scout", {"threads": 0}, "threads=0"),
         ("window", {"sinks": -1}, "sinks=-1"),

@@ -143,6 +143,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = run("--policy", "scout:bugdet=5")
     assert code == 2
     assert "bugdet: not a knob" in said
+    code, said = run("--policy", "hgca:gpu_ratio=0.1,resident=400", "--device-memory", "4MiB")
+    assert code == 2  # as HybridCache says
+    assert "resident=400: what is resident is the window" in said
     assert "device-memory='much' is not an amount" in run("--device-memory", "much")[1]
     for context in ("long", "0", "-3k"):
         assert (

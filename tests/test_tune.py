@@ -190,7 +190,7 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     assert "On the text that was held out" in result.output
     wrong = CliRunner().invoke(app, [*words, "--windows", "9"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2
-    assert "give a longer text" in re.sub(r"[\s│]+", " ", wrong.output)
+    assert "use a longer text" in re.sub(r"[\s│]+", " ", wrong.output)
     monkeypatch.setattr(assets, "load_demo_model", None)  # what is wrong is said before anything is loaded
     wrong = CliRunner().invoke(app, [*words, "--tier", "wrong"], env={"COLUMNS": "200"})
     assert wrong.exit_code == 2

@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_offload.blocks.host_pool import MIN_SLAB_BLOCKS, growth
+from hf_offload.blocks.host_pool import growth
 from hf_offload.blocks.memory import size_text
 from hf_offload.gpu.block_topk import MOST_BLOCKS as MOST_BLOCKS
 from hf_offload.gpu.exchange import MOST_EXCHANGED as MOST_EXCHANGED
-from hf_offload.knobs import shown
+from hf_offload.knobs import check_count, shown
 from hf_offload.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -98,10 +98,8 @@ class DeviceBudget:
         block = lines * store.pool.record_bytes
         digests = 0
         if store.digests is not None and not store.scored_on_host:
-            prompt = store.batch * -(-tokens // store.block_size)
-            blocks = max(prompt, MIN_SLAB_BLOCKS)
-            blocks += growth(blocks, blocks - prompt, store.batch)  # for the next token
-            digests = blocks * store.digests.block_bytes
+            places = digest_places(store.batch * -(-tokens // store.block_size), store.batch)  # prompt, next token
+            digests = places * store.digests.block_bytes
         slots = (self.nbytes // self.layers - digests) // block
         if slots < self.least:
             needed = self.layers * (self.least * block + digests)
@@ -112,6 +110,15 @@ class DeviceBudget:
                 f"digests of {tokens} tokens; raise it, or lower block_size, sinks, recent or the batch"
             )
         return min(slots, self.most)
+
+
+def digest_places(*counts: int) -> int:
+    """The places of a store of digests that has grown by these numbers of blocks, one after the other."""
+    places = used = 0
+    for count in counts:
+        places += growth(places, places - used, count)
+        used += count
+    return places
 
 
 def check_slots(slots: int, block_size: int, what: str) -> None:
@@ -161,13 +168,13 @@ def make_budget(
     return DeviceBudget(given, parse_bytes("device_budget", given), layers, least, most)
 
 
-def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> int:
-    """The size of a resident set in tokens, a multiple of the block size.
+def resident_tokens(resident: int | None, policy: Policy, block_size: int, cached: int = 0) -> int:
+    """The size of a resident set in tokens, a multiple of the block size, with `cached` tokens in the cache.
 
     Raises:
         ValueError: `resident` is too small for the always resident blocks, or more than `most_blocks`.
     """
-    window = policy.window_tokens(0)
+    window = policy.window_tokens(cached)
     if window is not None:  # plus a block that is leaving the window
         if resident is not None:
             raise ValueError(f"resident={shown(resident)}: what is resident is the window of {policy}; leave it out")
@@ -193,9 +200,5 @@ def resident_tokens(resident: int | None, policy: Policy, block_size: int) -> in
             f"resident={shown(resident)} tokens leave no room beside sinks, recent tokens and the tail; use at least "
             f"{least}"
         )
-    if resident > most:
-        raise ValueError(
-            f"resident={shown(resident)} tokens are more than {slots} blocks of {block_size} for each row and "
-            f"KV head; use at most {most}, or a larger block_size"
-        )
+    check_count("resident", resident, most=most, hint=f" ({slots} blocks a KV head), or a larger block_size")
     return resident // block_size * block_size

@@ -16,7 +16,7 @@ from hf_offload.cache.memory_budget import DeviceBudget
 from hf_offload.cache.progress import PromptProgress
 from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.thread_pool import Worker
-from hf_offload.knobs import check_choice, check_count, check_flag, shown
+from hf_offload.knobs import check_choice, check_count, shown
 from hf_offload.policies.base import Policy
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -48,16 +48,6 @@ def check_sizes(block_size: int, prefill_tile: object, host_dtype: object, cuda_
         raise ValueError(f"host_dtype={shown(host_dtype)} is not supported; use {names}, or None for the model's dtype")
     if cuda_graph != AUTO and not isinstance(cuda_graph, bool):
         raise ValueError(f'cuda_graph={shown(cuda_graph)} is not True, False or "{AUTO}"; use one of these')
-
-
-def check_progress(progress: object) -> bool:
-    """Check and return the knob `progress`.
-
-    Raises:
-        ValueError: neither True nor False.
-    """
-    check_flag("progress", progress)
-    return bool(progress)
 
 
 def check_tier(tier: object) -> None:

@@ -36,10 +36,6 @@ _DIMS = range(16, 257, 16)
 _KNOBS = ("tier", "block_size", "resident", "device_budget", "host_dtype", "prefill_tile", "cuda_graph")
 
 
-def _choice(*allowed: str) -> Check:
-    return lambda name, value: check_choice(name, value, allowed)
-
-
 def _dim(name: str, value: Any) -> None:
     if type(value) is not int or value not in _DIMS:
         raise ValueError(f"{name}={shown(value)} is not a multiple of 16 up to 256")
@@ -60,18 +56,11 @@ def _model(name: str, value: Any) -> None:
 
 
 _positive = partial(check_number, what="a factor", above=0, most=1e9)
-_SCORES: dict[str, Check] = {"scale": _positive, "softcap": optional(_positive)}
-
-
-def _scores(name: str, value: Any) -> None:
-    if value is not None:
-        check_mapping(name, value, _SCORES)
-
-
+_scores = partial(check_mapping, checks={"scale": _positive, "softcap": optional(_positive)})
 _LAYER: dict[str, Check] = {
-    "batch": count(1), "heads": count(1), "dim": _dim, "dtype": _choice(*DTYPES), "length": count(1),
-    "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": _scores, "placed": check_flag,
-    "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
+    "batch": count(1), "heads": count(1), "dim": _dim, "dtype": partial(check_choice, allowed=tuple(DTYPES)),
+    "length": count(1), "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": optional(_scores),
+    "placed": check_flag, "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
 }  # fmt: skip
 _STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
 

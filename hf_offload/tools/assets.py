@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_offload.knobs import check_choice, check_count, check_number
+
 KINDS = ("prose", "documentation", "code")
 
 QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
@@ -169,6 +171,7 @@ def demo_text(kind: str) -> str:
     Raises:
         ValueError: `kind` is not one of these.
     """
+    check_choice("kind", kind, KINDS)
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(library.glob("[a-z]*.py"))
     if kind == "documentation":
@@ -177,12 +180,10 @@ def demo_text(kind: str) -> str:
         return "\n\n".join([*(topics[name] for name in sorted(topics)), *_docstrings(modules)])
     if kind == "code":
         return "\n\n".join(path.read_text(encoding="utf-8") for path in modules)
-    if kind == "prose":
-        packages = sorted(p for p in library.glob("[a-z]*/*.py") if p.parent.name not in {"site-packages", "test"})
-        paragraphs = (p for text in _docstrings(modules + packages) for p in re.split(r"\n\s*\n", text))
-        # Many functions share a paragraph: the dict drops the repetitions and keeps the order.
-        return "\n\n".join(dict.fromkeys(" ".join(p.split()) for p in paragraphs if _is_prose(p)))
-    raise ValueError(f"kind={kind!r} is not one of {', '.join(KINDS)}")
+    packages = sorted(p for p in library.glob("[a-z]*/*.py") if p.parent.name not in {"site-packages", "test"})
+    paragraphs = (p for text in _docstrings(modules + packages) for p in re.split(r"\n\s*\n", text))
+    # Many functions share a paragraph: the dict drops the repetitions and keeps the order.
+    return "\n\n".join(dict.fromkeys(" ".join(p.split()) for p in paragraphs if _is_prose(p)))
 
 
 def _docstrings(files: list[Path]) -> Iterator[str]:
@@ -253,10 +254,8 @@ def hide_number(
     Raises:
         ValueError: a depth outside [0, 1], a number of other than seven digits, or a text too short for `tokens`.
     """
-    if not 0.0 <= depth <= 1.0:
-        raise ValueError(f"depth={depth} is outside [0, 1]: 0 is the beginning of the text, 1 its end")
-    if not 1_000_000 <= number <= 9_999_999:
-        raise ValueError(f"number={number} has other than seven digits; use one from 1000000 to 9999999")
+    check_number("depth", depth, "a place in the text, from 0 (its beginning) to 1 (its end)", least=0, most=1)
+    check_count("number", number, what="a number of seven digits", least=1_000_000, most=9_999_999)
     room = tokens - _FRAME_TOKENS
     # No ordinary text has more than seven characters a token: the rest of a long text need not be tokenized.
     ids = tokenizer(text[: 7 * max(room, 0)], add_special_tokens=False)["input_ids"]

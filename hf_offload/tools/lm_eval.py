@@ -2,8 +2,8 @@
 
     python -m hf_offload.lm_eval run --model hf_offload --tasks ruler --model_args pretrained=…,policy=scout,budget=2048
 
-lm-eval's command line finds models in its own registry only, and has no plugins. This module registers one more model
-and then runs lm-eval's command line.
+lm-eval's command line finds models in its own registry only, and has no plugins. This module registers one more model;
+`hf_offload.lm_eval` then runs lm-eval's command line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 from typing import Any
 
 import torch
-from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
@@ -130,7 +129,3 @@ class HybridLM(HFLM):  # type: ignore[misc]
             "stats": self.totals.as_dict(),
         }
         return {**super().get_model_info(), "hf_offload": about}
-
-
-if __name__ == "__main__":
-    cli_evaluate()

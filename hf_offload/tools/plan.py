@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.digests import DIGESTS
-from hf_offload.blocks.host_pool import growth
 from hf_offload.blocks.memory import size_text
 from hf_offload.blocks.padding import Padding
 from hf_offload.cache.arrivals import unsuitable
-from hf_offload.cache.memory_budget import check_slots, make_budget, resident_tokens
+from hf_offload.cache.memory_budget import digest_places, make_budget, resident_tokens
 from hf_offload.cache.settings import check_sizes
 from hf_offload.fields import LayerSizes
 from hf_offload.graph.graph_support import capture_bytes
@@ -25,6 +25,7 @@ from hf_offload.hybrid_cache import HybridCache
 from hf_offload.knobs import MOST, check_count, shown
 from hf_offload.model.model_support import held_layers, stock_layers
 from hf_offload.policies.registry import Policy, make_policy
+from hf_offload.tools.tables import make_table
 
 DEFAULTS = ("full", "window", "scout", "hgca", "fixed_hybrid", "quest", "h2o", "infinigen")
 """Policies that need no file beside the model."""
@@ -77,7 +78,7 @@ class Memory:
     """Memory of a cache after a prompt in one forward; with one memory `device` is 0.
 
     Args:
-        resident: resident tokens of a row and KV head.
+        resident: resident tokens of a row and KV head; 0: all, or one memory.
         resident_bytes: bytes of resident blocks and of the policy's state on the device.
         host_bytes: bytes of all tokens on the host.
         digest_bytes: bytes of the digests of all blocks, on the host if `digests_on_host`.
@@ -240,12 +241,9 @@ def memory_of(
         digest=DIGESTS[requirements.digest] if requirements.digest else None, padding=Padding(size),
         host_dtype=memory.get("host_dtype"), scored_on_host=requirements.scored_on_host,
     )  # fmt: skip
-    slots = _slots(shape, chosen, memory, store, context, two_memories) if two_memories else 0
+    slots = _slots(shape, chosen, memory, store, context) if two_memories else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
-    places = free = 0
-    for count in (batch * old, batch * (blocks - old)):
-        added = growth(places, free, count)
-        places, free = places + added, free + added - count
+    places = digest_places(batch * old, batch * (blocks - old))
     record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
     lines = batch * shape.kv_heads
     sizes = LayerSizes(
@@ -267,20 +265,13 @@ def memory_of(
     )
 
 
-def _slots(
-    shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int, two_memories: bool
-) -> int:
-    """Return the resident blocks of a row and KV head."""
+def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int) -> int:
+    """Return the resident blocks of a row and KV head, with two memories."""
     size, resident = store.block_size, memory.get("resident")
-    window = policy.window_tokens(context)
-    if window is not None and policy.window_tokens(0) != window:  # the window is a share of the context
-        slots = -(-window // size) + 1
-        check_slots(slots, size, f"the window of {window} tokens")
-        return slots
-    budget = make_budget(memory.get("device_budget"), resident, shape.layers, policy, size, two_memories=two_memories)
-    if budget is not None:
-        return budget.slots(store, context)
-    return resident_tokens(resident, policy, size) // size
+    budget = make_budget(memory.get("device_budget"), resident, shape.layers, policy, size, two_memories=True)
+    if budget is None or policy.window_tokens(context) != policy.window_tokens(0):  # a share of the context
+        return resident_tokens(resident, policy, size, context) // size
+    return budget.slots(store, context)
 
 
 def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, device: int) -> int:
@@ -293,13 +284,7 @@ def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, d
             return False
         return shape.weights + found.device + found.tile_bytes <= device
 
-    most = 0
-    while most < MOST_ROWS and fits(most + 1):
-        step = 1
-        while most + 2 * step <= MOST_ROWS and fits(most + 2 * step):
-            step *= 2
-        most += step
-    return most
+    return bisect.bisect_left(range(1, MOST_ROWS + 1), True, key=lambda batch: not fits(batch))
 
 
 def written(setting: tuple[str, dict[str, Any]]) -> str:
@@ -325,43 +310,40 @@ def plan_table(
         ValueError: an option or a number of rows that is not allowed.
     """
     check_count("batch", batch, what="a number of rows", most=MOST_ROWS)
+    everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
+    found = [("DynamicCache", Memory(0, 0, 0, 0, False, 0, everything, 0, 0))]
+    for setting in settings:
+        memory = memory_of(shape, *setting, context=context, batch=batch, two_memories=device is not None)
+        found.append((written(setting), memory))
+    title = f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}"
     if device is None:
-        return _table_of_one_memory(shape, settings, context, batch)
-    titles = ["cache", "resident tokens", "device: KV", "digests", "tiles", "graph", "with weights", "host"]
-    everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
-    most = max(device - shape.weights, 0) * batch // everything
-    rows = [("DynamicCache", "all", (everything, 0, 0, 0, everything + shape.weights), 0, most)]
-    for setting in settings:
-        found = memory_of(shape, *setting, context=context, batch=batch)
-        digests = 0 if found.digests_on_host else found.digest_bytes
-        total = shape.weights + found.device + found.tile_bytes + found.graph_bytes
-        parts = (found.resident_bytes + found.stock_bytes, digests, found.tile_bytes, found.graph_bytes, total)
-        most = most_rows(shape, setting, context, device)
-        rows.append((written(setting), f"{found.resident:,}", parts, found.host, most))
-    table = _table_with(shape, [*titles, "left", "rows that fit"], context, batch)
-    for name, resident, parts, host, most in rows:
-        left = device - parts[-1]
-        fits = size_text(left) if left >= 0 else "too much", f"{most:,}"
-        table.add_row(name, resident, *map(size_text, parts), size_text(host), *fits)
-    return table
+        return make_table(title, [_row_of_one_memory(shape, *each) for each in found])
+    most = [max(device - shape.weights, 0) * batch // everything]
+    most += [most_rows(shape, setting, context, device) for setting in settings]
+    rows = [
+        {**_row_of_two_memories(shape, *each, device), "rows that fit": f"{count:,}"}
+        for each, count in zip(found, most, strict=True)
+    ]
+    return make_table(title, rows)
 
 
-def _table_of_one_memory(shape: Shape, settings: list[tuple[str, dict[str, Any]]], context: int, batch: int) -> Table:
-    table = _table_with(shape, ["cache", "keys and values", "digests", "state", "with weights"], context, batch)
-    everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
-    rows = [("DynamicCache", (everything, 0, 0))]
-    for setting in settings:
-        found = memory_of(shape, *setting, context=context, batch=batch, two_memories=False)
-        rows.append(
-            (written(setting), (found.host_bytes + found.stock_bytes, found.digest_bytes, found.salience_bytes))
-        )
-    for name, parts in rows:
-        table.add_row(name, *map(size_text, (*parts, sum(parts) + shape.weights)))
-    return table
+def _row_of_one_memory(shape: Shape, name: str, found: Memory) -> dict[str, str]:
+    kv = found.host_bytes + found.stock_bytes
+    parts = {"keys and values": kv, "digests": found.digest_bytes, "state": found.salience_bytes}
+    parts["with weights"] = sum(parts.values()) + shape.weights
+    return {"cache": name} | {part: size_text(nbytes) for part, nbytes in parts.items()}
 
 
-def _table_with(shape: Shape, titles: list[str], context: int, batch: int) -> Table:
-    table = Table(title=f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}")
-    for title in titles:
-        table.add_column(title, justify="left" if title == "cache" else "right")
-    return table
+def _row_of_two_memories(shape: Shape, name: str, found: Memory, device: int) -> dict[str, str]:
+    total = shape.weights + found.device + found.tile_bytes + found.graph_bytes
+    parts = {
+        "device: KV": found.resident_bytes + found.stock_bytes,
+        "digests": 0 if found.digests_on_host else found.digest_bytes,
+        "tiles": found.tile_bytes,
+        "graph": found.graph_bytes,
+        "with weights": total,
+        "host": found.host,
+    }
+    row = {"cache": name, "resident tokens": f"{found.resident:,}" if found.resident else "all"}
+    row |= {part: size_text(nbytes) for part, nbytes in parts.items()}
+    return row | {"left": size_text(device - total) if device >= total else "too much"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_offload.model.model_support import has_two_memories
 from hf_offload.policies.fluxion.predictor import read_about
 from hf_offload.policies.registry import POLICIES
 from hf_offload.tools.measuring import Reading, cost, cut, follow, hold, read
+from hf_offload.tools.tables import make_table
 
 Ladders = tuple[tuple[str, tuple[dict[str, Any], ...]], ...]
 LADDERS: Ladders = (
@@ -110,17 +112,12 @@ class Tuning:
 
     @property
     def why(self) -> str:
-        """The reason for the choice, in a few sentences."""
-        return f"{self._reason}{self._held_out_sentence}"
-
-    @property
-    def _held_out_sentence(self) -> str:
-        """The result on the held-out text as a sentence, or nothing without one."""
+        """The reason for the choice, and the result on a held-out text, in a few sentences."""
         if self.held_out is None:
-            return ""
+            return self._reason
         kept, kl = self.held_out.meets(self.target), f"{self.held_out.kl:.4f} ± {self.held_out.error:.4f}"
         end = "." if kept else ": too much. Tune on texts more like those that you will serve, or for a smaller KL."
-        return f" On the text that was held out its KL is {kl}{end}"
+        return f"{self._reason} On the text that was held out its KL is {kl}{end}"
 
     @property
     def _reason(self) -> str:
@@ -142,26 +139,24 @@ class Tuning:
 
     def table(self) -> Table:
         """Return a table of the measured settings."""
-        table = Table(
-            title=f"KL to full attention of at most {self.target:g}; a token of its own cache takes "
+        title = (
+            f"KL to full attention of at most {self.target:g}; a token of its own cache takes "
             f"{1000 * self.full_seconds:.1f} ms"
         )
-        titles = ("KL", "worst window", "top token", "ms", "host MiB a step", "device MiB", "meets the target")
-        for title in ("setting", *titles):
-            table.add_column(title, justify="left" if title == "setting" else "right")
-        for trial in sorted(self.trials, key=lambda trial: trial.seconds):
-            host = "–" if trial.host_bytes is None else f"{trial.host_bytes / 2**20:.1f}"
-            table.add_row(
-                trial.line.removeprefix("HybridCache(model, ").removesuffix(")"),
-                f"{trial.kl:.4f} ± {trial.error:.4f}",
-                f"{trial.worst:.4f}",
-                f"{100 * trial.top1:.0f} %",
-                f"{1000 * trial.seconds:.1f}",
-                host,
-                f"{trial.device_bytes / 2**20:.1f}",
-                "yes" if trial.meets(self.target) else "",
-            )
-        return table
+        rows = [
+            {
+                "setting": trial.line.removeprefix("HybridCache(model, ").removesuffix(")"),
+                "KL": f"{trial.kl:.4f} ± {trial.error:.4f}",
+                "worst window": f"{trial.worst:.4f}",
+                "top token": f"{100 * trial.top1:.0f} %",
+                "ms": f"{1000 * trial.seconds:.1f}",
+                "host MiB a step": "–" if trial.host_bytes is None else f"{trial.host_bytes / 2**20:.1f}",
+                "device MiB": f"{trial.device_bytes / 2**20:.1f}",
+                "meets the target": "yes" if trial.meets(self.target) else "",
+            }
+            for trial in sorted(self.trials, key=lambda trial: trial.seconds)
+        ]
+        return make_table(title, rows)
 
 
 def check_tuning(target: float, *, tokens: int, steps: int, windows: int, tier: str | None = None) -> None:
@@ -239,6 +234,12 @@ def tune(
             bar.update()
             return found.trials[-1]
 
+        def first_meeting(policy: str, rungs: list[dict[str, Any]]) -> list[Trial]:
+            """The trial of the first rung that meets the target, by binary search: the last that does; or none."""
+            before = len(found.trials)
+            bisect.bisect_left(rungs, True, key=lambda rung: attempt(policy, rung).meets(target))
+            return [trial for trial in found.trials[before:] if trial.meets(target)][-1:]
+
         exact = attempt("full", {})
         if not exact.meets(target):
             raise ValueError(
@@ -248,13 +249,12 @@ def tune(
         meeting: list[Trial] = []
         for policy, ladder in ladders:
             if two_memories or policy not in FETCHES:
-                meeting += _first_meeting(
-                    attempt, policy, [rung for rung in ladder if rung.get("budget", 0) < tokens], target
-                )
+                rungs = [rung for rung in ladder if rung.get("budget", 0) < tokens]
+                meeting += first_meeting(policy, rungs)
         if meeting:
             best = min(meeting, key=lambda trial: trial.seconds)
             for options in _variants(best, two_memories):
-                attempt(best.policy, {name: value for name, value in options.items() if name != "tier"})
+                attempt(best.policy, options)
         bar.set_description("times, in turns")
         _time(model, found, readings[0])
         bar.update()
@@ -277,26 +277,6 @@ def _by_deviation(predictor: str | os.PathLike[str]) -> tuple[dict[str, Any], ..
     """Return the ladder of `fluxion` for a predictor file: the largest τ, which reads least, first."""
     taus = sorted(map(float, read_about(predictor)["predictors"]), reverse=True)
     return tuple({"predictor": os.fspath(predictor), "tau": tau} for tau in taus)
-
-
-def _first_meeting(
-    attempt: Callable[[str, dict[str, Any]], Trial], policy: str, ladder: list[dict[str, Any]], target: float
-) -> Iterator[Trial]:
-    """Yield the trial of the first setting of a ladder that meets the target, by binary search; nothing if none does.
-
-    Args:
-        attempt: measures a policy with options.
-    """
-    low, high, good = 0, len(ladder), None
-    while low < high:
-        middle = (low + high) // 2
-        trial = attempt(policy, ladder[middle])
-        if trial.meets(target):
-            high, good = middle, trial
-        else:
-            low = middle + 1
-    if good is not None:
-        yield good
 
 
 def _variants(best: Trial, two_memories: bool) -> Iterator[dict[str, Any]]:

@@ -67,6 +67,12 @@ def attend_blocks(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
     return out.transpose(2, 3).flatten(1, 2), lse.flatten(1, 2)
 
 
+def in_runs(x: torch.Tensor, run: int, fill: float = 0) -> torch.Tensor:
+    """The last dimension in runs of `run`, at least one, the last one filled up: `[…, ⌈n / run⌉, run]` of `[…, n]`."""
+    count = max(-(-x.shape[-1] // run), 1)
+    return torch.unflatten(torch.nn.functional.pad(x, (0, count * run - x.shape[-1]), value=fill), -1, (count, run))
+
+
 def join_blocks(parts: Partial, run: int) -> Partial:
     """Partials of `run` consecutive blocks each, from those of single blocks.
 
@@ -79,16 +85,11 @@ def join_blocks(parts: Partial, run: int) -> Partial:
     """
     out, lse = parts
     run = max(lse.shape[-1], 1) if run == -1 else run
-    count = max(-(-lse.shape[-1] // run), 1)
-    short = count * run - lse.shape[-1]
-    out, lse = (
-        torch.nn.functional.pad(out, (0, 0, 0, short)),
-        torch.nn.functional.pad(lse, (0, short), value=-torch.inf),
-    )
-    lse = torch.unflatten(lse, -1, (count, run))
-    total = lse.logsumexp(-1)
-    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
-    return (weights[..., None, :] @ torch.unflatten(out, -2, (count, run)))[..., 0, :], total
+    runs = in_runs(lse, run, -torch.inf)
+    out = torch.nn.functional.pad(out, (0, 0, 0, runs.shape[-2] * run - lse.shape[-1]))
+    total = runs.logsumexp(-1)
+    weights = (runs - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+    return (weights[..., None, :] @ torch.unflatten(out, -2, runs.shape[-2:]))[..., 0, :], total
 
 
 def from_first_block(
@@ -101,7 +102,7 @@ def from_first_block(
         valid: `[B, T]` bool, of their tokens.
         scores: `[B, Hq, n]`.
     """
-    filled = torch.unflatten(torch.nn.functional.pad(valid, (0, -valid.shape[1] % BLOCK)), 1, (-1, BLOCK))
+    filled = in_runs(valid, BLOCK)
     first = filled.any(-1).int().argmax(1)
     if not first.any():
         return blocks, valid, scores

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_offload.blocks.digests import DIGESTS
-from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, join_blocks
+from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, in_runs, join_blocks
 
 GRANULARITIES = (1, 16, 32, 64, 128)
 """Tokens of a block, by which budgets are found; 1 in training only."""
@@ -27,8 +27,7 @@ def join_scores(scores: torch.Tensor, run: int, digest: str) -> torch.Tensor:
     Returns:
         `[…, ⌈n / run⌉]`.
     """
-    short = -scores.shape[-1] % run
-    runs = torch.unflatten(torch.nn.functional.pad(scores, (0, short), value=-torch.inf), -1, (-1, run))
+    runs = in_runs(scores, run, -torch.inf)
     return runs.logsumexp(-1) if DIGESTS[digest].sums else runs.amax(-1)
 
 
@@ -59,19 +58,14 @@ def needed_at_blocks(
     Returns:
         `[B, Hq, granularities − 1, taus]`, shares of the host's tokens.
     """
-    sizes, found = _sums(valid.float(), BLOCK), []
+    sizes, found = in_runs(valid.float(), BLOCK).sum(-1), []
     for granularity in GRANULARITIES[1:]:
         run = granularity // BLOCK
         out, lse = join_blocks(blocks, run)
         owner = torch.arange(lse.shape[0] * lse.shape[1], device=lse.device)
-        joined, tokens = join_scores(scores, run, digest), _sums(sizes, run)[:, None].expand(lse.shape)
+        joined, tokens = join_scores(scores, run, digest), in_runs(sizes, run).sum(-1)[:, None].expand(lse.shape)
         found.append(needed_share(kept, out.flatten(0, 1), owner, lse, joined, tokens, full, limit))
     return torch.stack(found, 2)
-
-
-def _sums(x: torch.Tensor, run: int) -> torch.Tensor:
-    """Sums of `run` consecutive numbers each, `[B, ⌈n / run⌉]`."""
-    return torch.unflatten(torch.nn.functional.pad(x, (0, -x.shape[-1] % run)), -1, (-1, run)).sum(-1)
 
 
 def needed_share(

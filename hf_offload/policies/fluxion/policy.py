@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +196,9 @@ class Fluxion(Policy):
             )
 
     def new_state(self, layer: HybridLayer) -> FluxionState:
-        return FluxionState(layer, self._layer_predictor)
+        assert self.network is not None, "a predictor that is known has a network"
+        make = partial(LayerPredictor, self.known, self.network, skip_streaming=self.skip_streaming)
+        return FluxionState(layer, make)
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         heads = (sizes.rows, sizes.query_heads)
@@ -213,19 +216,11 @@ class Fluxion(Policy):
             return join(step, local, None)
         if state.predictor is None or step.host_end >= 2 * state.blocks:
             anchor = local.query if state.predictor is not None else anchor_of(step)
-            state.learn(self._look(step, anchor), step.host_end)
+            statistics = prompt_statistics(
+                step.layer.index, anchor, *segments_of(step, anchor), tau=self.tau, digest=self.known.digest,
+                scale=step.scores.scale,
+            )  # fmt: skip
+            state.learn(statistics, step.host_end)
         predictor = state.predictor
         step.as_long_as(lambda: state.predictor is predictor)
         return join(step, local, select(step, predictor, self.granularities, local, self.schedule))
-
-    def _layer_predictor(self, statistics: PromptStatistics) -> LayerPredictor:
-        assert self.network is not None, "a predictor that is known has a network"
-        return LayerPredictor(self.known, self.network, statistics, skip_streaming=self.skip_streaming)
-
-    def _look(self, step: Step, anchor: torch.Tensor) -> PromptStatistics:
-        """The statistics of the tokens so far."""
-        segments = segments_of(step, anchor)
-        return prompt_statistics(
-            step.layer.index, anchor, segments.sinks, segments.newest, segments.host, segments.scores, tau=self.tau,
-            digest=self.known.digest, scale=step.scores.scale,
-        )  # fmt: skip

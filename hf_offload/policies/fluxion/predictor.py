@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_offload.blocks.digests import DIGESTS
-from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of
+from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of, mapping_of
 from hf_offload.files.fingerprint import unlikeness
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.fluxion.block_attention import Partial
@@ -32,12 +32,10 @@ FORMAT = 4
 """Of the file: 3 had no checksum."""
 
 
-def _check_weights(name: str, value: Any) -> None:
-    is_a(dict, name, value)
-    for weight, said in value.items():
-        list_of(partial(is_a, list), f"{name}.{weight}", said, length=2)
-        list_of(count(0), f"{name}.{weight}[0]", said[0])
-        list_of(_check_value, f"{name}.{weight}[1]", said[1])
+def _check_weight(name: str, value: Any) -> None:
+    list_of(partial(is_a, list), name, value, length=2)
+    list_of(count(0), f"{name}[0]", value[0])
+    list_of(partial(check_number, what="a weight"), f"{name}[1]", value[1])
 
 
 def _check_predictors(name: str, value: Any) -> None:
@@ -47,9 +45,10 @@ def _check_predictors(name: str, value: Any) -> None:
         is_a(dict, f"{name}.{tau}", settings)
 
 
-_check_value = partial(check_number, what="a weight")
 _PARTS: dict[str, Check] = {
-    "model": partial(check_mapping, checks={"config": partial(is_a, dict), "weights": _check_weights}),
+    "model": partial(
+        check_mapping, checks={"config": partial(is_a, dict), "weights": partial(mapping_of, _check_weight)}
+    ),
     "features": partial(is_a, list),
     "granularities": partial(is_a, list),
     "digest": partial(check_choice, allowed=tuple(DIGESTS)),
@@ -188,8 +187,7 @@ class HeadPredictor(nn.Module):
 
     def __init__(self, *, tau: float, digest: str, sinks: int, local: int, streaming_at: float = 0.9) -> None:
         super().__init__()
-        if not 0 < streaming_at < 1:
-            raise ValueError(f"streaming_at={streaming_at} is no probability; use a number between 0 and 1")
+        check_number("streaming_at", streaming_at, "a probability", above=0, below=1)
         self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
         self.streaming_at = streaming_at
         self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64, device="cpu")))
@@ -280,7 +278,6 @@ class HeadPredictor(nn.Module):
         try:
             settings = about["predictors"][names[tau]]
             made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
-            check_predictor(made)
             check_tensors("", mine, {n: Field(x.dtype, tuple(x.shape)) for n, x in made.state_dict().items()})
             made.load_state_dict(mine)
         except (TypeError, ValueError) as error:

@@ -22,6 +22,7 @@ from hf_offload.gpu.block_topk import choose_runs
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.paged_attention import paged_attention
 from hf_offload.gpu.streams import TASKS, stream_for
+from hf_offload.knobs import check_choice
 from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.kernels.scheduler import assign_tasks, make_task_lists, take_task, whole_tasks
 from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
@@ -89,8 +90,7 @@ class TaskQueue:
     """
 
     def __init__(self, most: int, schedule: str, threads: int = 1) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule={schedule!r} is not known; use one of {', '.join(SCHEDULES)}")
+        check_choice("schedule", schedule, SCHEDULES)
         self.schedule, self.threads, self.pace = schedule, threads, Pace()
         self.lists = make_task_lists(most)
         """Which `whole_tasks` takes from, too."""
@@ -197,7 +197,7 @@ class DeviceTasks:
     def _attend(self, step: SplitStep, selector: Selector, row: int, head: int) -> torch.Tensor:
         """Choose and attend for the query heads of a KV head; the number of blocks, int32 `[]` on the device."""
         store, device = step.store, self.lse.device
-        low, wanted, span = selector.runs_of(row, head, store.block_size)
+        low, wanted, span = selector.runs_of(store, row, head)
         group = len(wanted)
         heads = slice(head * group, (head + 1) * group)
         query = step.query[row : row + 1, heads]

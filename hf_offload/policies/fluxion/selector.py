@@ -23,10 +23,9 @@ from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
     Budgets,
     Chosen,
-    budget_of,
+    count_runs,
     rank_tasks,
     retrieve_blocks,
-    runs_wanted,
     tally,
 )
 from hf_offload.scores import Scores
@@ -123,13 +122,11 @@ class Selector:
             digests_of(store).block_bytes / store.num_kv_heads, float(store.pool.record_bytes),
         )  # fmt: skip
 
-    def runs_of(self, row: int, head: int, block_size: int) -> tuple[int, list[int], int]:
+    def runs_of(self, store: BlockStore, row: int, head: int) -> tuple[int, list[int], int]:
         """Of a ranked task: the first host block, the runs that each query head takes, and the blocks of a run."""
-        first, end, spans, runs, _, counts = self.chosen
-        group, low, span = runs.shape[1] // counts.shape[1], min(int(first[row]), end), int(spans[row, head])
-        for g in range(head * group, (head + 1) * group):
-            budget0, slope, streams = (part[row, g] for part in self.property_arrays)
-            runs[row, g] = runs_wanted(budget_of(budget0, slope, streams, span * block_size), end - low, span)
+        runs, span = self.chosen.runs, int(self.chosen.spans[row, head])
+        low = count_runs(self._budgets(store), self.chosen, row, head, span)
+        group = runs.shape[1] // self.chosen.counts.shape[1]
         return low, runs[row, head * group : (head + 1) * group].tolist(), span
 
     def make_choice(self, store: BlockStore, scores: Scores) -> Launch:
@@ -213,10 +210,8 @@ class SelectionCounts:
         """Granularities in tokens, and the block size."""
         self.spans, self.totals = np.empty(0, np.int32), np.zeros(TALLIES)
         """Granularities in blocks; and the counts, as `tally` orders them."""
-        self._shared = False  # whether tasks were shared out, of which there may have been none
-        self._tasks = self._device_tasks = 0
-        self._busy = {"device": 0.0, "cpu": 0.0}
-        self._idle = {"device": 0.0, "cpu": 0.0}
+        self._shares: dict[str, float] = {}
+        """How tasks were shared out: those of the device and all, and seconds; empty where they were not."""
 
     def spans_for(self, granularities: tuple[int, ...], block_size: int) -> np.ndarray:
         """Granularities in blocks, int32 `[n]`: the same array as long as the arguments are the same."""
@@ -238,13 +233,11 @@ class SelectionCounts:
             device, cpu: seconds after which the device and the CPU found none left.
             busy: seconds that the CPU's threads spent on tasks, all together; threads: how many there are.
         """
-        self._shared = True
-        self._tasks += tasks
-        self._device_tasks += device_tasks
         last = max(device, cpu)
+        shares: dict[str, float] = {"device_tasks": device_tasks, "tasks": tasks}
         for side, there, spent in (("device", last, max(device, 0.0)), ("cpu", threads * last, busy)):
-            self._busy[side] += spent
-            self._idle[side] += max(there - spent, 0.0)
+            shares |= {f"{side}_busy_seconds": spent, f"{side}_idle_seconds": max(there - spent, 0.0)}
+        self._shares = {name: self._shares.get(name, 0) + share for name, share in shares.items()}
 
     def as_dict(self, record_bytes: int, digest_bytes: float) -> dict[str, Any]:
         """Shares of streaming groups and heads, the mean budget, bytes read, and shares of the granularities.
@@ -255,11 +248,9 @@ class SelectionCounts:
         groups, streaming, heads, idle, budget, chosen, there, scored = self.totals[:TALLIES].tolist()
         if not groups:
             return {}
-        shares: dict[str, Any] = {}
-        if self._shared:
-            shares = {"device_tasks": self._device_tasks / max(self._tasks, 1)}
-            shares |= {f"{side}_busy_seconds": seconds for side, seconds in self._busy.items()}
-            shares |= {f"{side}_idle_seconds": seconds for side, seconds in self._idle.items()}
+        shares = dict(self._shares)
+        if shares:
+            shares["device_tasks"] /= max(shares.pop("tasks"), 1)
         by_tokens = zip(self._runs[0], self.totals[TALLIES:].tolist(), strict=True)
         return {
             "streaming_groups": streaming / groups,

@@ -19,7 +19,7 @@ from hf_offload.blocks.device_mirror import sent
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Partial, Plan, Selection
 from hf_offload.policies.fluxion.block_attention import Tokens
-from hf_offload.policies.fluxion.kernels.predictor import Rows, predict_properties
+from hf_offload.policies.fluxion.kernels.predictor import Rows, count_tokens, predict_properties
 from hf_offload.policies.fluxion.kernels.selector import count_choice
 from hf_offload.policies.fluxion.predictor import LayerPredictor
 from hf_offload.policies.fluxion.scheduler import make_host_partial
@@ -115,14 +115,10 @@ def _sink_blocks(step: Step) -> tuple[np.ndarray, np.ndarray]:
 def lengths_of(step: Step) -> torch.Tensor:
     """Valid tokens of each row, on the host and local; fp32 `[B, 2]` on the device."""
     padding, size, end = step.store.padding, step.block_size, step.host_end
-    first = np.minimum(_sink_blocks(step)[1], end)
-    host = (end - first) * size
-    total = step.length - padding.first
-    if padding.ragged:
-        valid = padding.valid
-        host = np.array([np.count_nonzero(valid[b, f * size : end * size]) for b, f in enumerate(first)])
-        total = np.count_nonzero(valid[:, : step.length], axis=1)
-    return sent(np.stack((host, total - host), 1).astype(np.float32), step.store.device)
+    first = np.minimum(_sink_blocks(step)[1], end) * size
+    rows = zip(padding.valid, padding.first.tolist(), first.tolist(), strict=True)
+    counts = [count_tokens(valid, padding.ragged, begin, low, end * size, step.length) for valid, begin, low in rows]
+    return sent(np.array(counts, np.float32), step.store.device)
 
 
 class LocalBlocks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from hf_offload.knobs import check_choice, check_count, check_number
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.predictor import HeadPredictor
 from hf_offload.tools.training.labels import FITS
@@ -47,13 +47,12 @@ class Fitting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "patience", "batch", "rate", "under"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} leaves nothing to fit with; use a positive number")
-        if self.fit not in FITS:
-            raise ValueError(f"fit={self.fit!r} is not known; use one of {', '.join(FITS)}")
-        if not 0 < self.streaming_at < 1:
-            raise ValueError(f"streaming_at={self.streaming_at} is no probability; use a number between 0 and 1")
+        for name in ("epochs", "patience", "batch"):
+            check_count(name, getattr(self, name), what="a count")
+        check_number("rate", self.rate, "a step size", above=0)
+        check_number("under", self.under, "a weight", above=0)
+        check_choice("fit", self.fit, FITS)
+        check_number("streaming_at", self.streaming_at, "a probability", above=0, below=1)
 
 
 @torch.enable_grad()
@@ -149,8 +148,7 @@ def _loss(out: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> torch.Tens
 
 @torch.no_grad()
 def _mean_loss(made: HeadPredictor, features: torch.Tensor, budgets: torch.Tensor, scale: _Scale) -> float:
-    def parts() -> Iterator[torch.Tensor]:
-        for x, y in zip(torch.split(features, _MEASURED), torch.split(budgets, _MEASURED), strict=True):
-            yield _loss(made(x), y, scale) * len(x)
-
-    return float(sum(parts(), torch.zeros((), dtype=torch.float32, device="cpu"))) / len(features)
+    total = torch.zeros((), dtype=torch.float32, device="cpu")
+    for x, y in zip(torch.split(features, _MEASURED), torch.split(budgets, _MEASURED), strict=True):
+        total += _loss(made(x), y, scale) * len(x)
+    return float(total) / len(features)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_offload.knobs import check_choice
 from hf_offload.policies.fluxion.block_attention import Partial, Tokens, logits
 from hf_offload.policies.fluxion.budgets import GRANULARITIES, needed_at_blocks, needed_share
 
@@ -60,8 +61,7 @@ def fit_line(budgets: torch.Tensor, fit: str) -> tuple[torch.Tensor, torch.Tenso
     Raises:
         ValueError: another fit.
     """
-    if fit not in FITS:
-        raise ValueError(f"fit={fit!r} is not known; use one of {', '.join(FITS)}")
+    check_choice("fit", fit, FITS)
     steps = torch.tensor(GRANULARITIES, dtype=budgets.dtype, device=budgets.device).log2()
     if fit == "paper":
         first = budgets[..., 0]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,28 +97,21 @@ def capture(
     Raises:
         ValueError: a model without such layers, or with attention that is more than a softmax over all keys.
     """
-    taken, cache = _Capture(positions), DynamicCache(config=model.config)
-    with _attending_by(model, taken):
+    taken, cache, before = _Capture(positions), DynamicCache(config=model.config), model.config._attn_implementation
+    AttentionInterface.register(CAPTURED, taken.attend)
+    AttentionMaskInterface.register(CAPTURED, sdpa_mask)
+    model.set_attn_implementation(CAPTURED)
+    try:
         for part in torch.split(ids.to(model.device), CHUNK, 1):
             model.base_model(part, **cache_argument(model.base_model, cache), use_cache=True)
             advance(part.shape[1])
+    finally:
+        model.set_attn_implementation(before)
     if not taken.queries:
         raise ValueError(f"{type(model).__name__} has no full-attention layer that its attention function is asked for")
     for layer, queries in sorted(taken.queries.items()):
         held: Any = cache.layers[layer]
         yield CapturedLayer(layer, torch.cat(queries), held.keys, held.values, taken.scales[layer])
-
-
-@contextmanager
-def _attending_by(model: PreTrainedModel, taken: _Capture) -> Iterator[None]:
-    before = model.config._attn_implementation
-    AttentionInterface.register(CAPTURED, taken.attend)
-    AttentionMaskInterface.register(CAPTURED, sdpa_mask)
-    model.set_attn_implementation(CAPTURED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -212,7 +205,7 @@ class _Layer:
 
     def __init__(self, seen: CapturedLayer, sampling: Sampling) -> None:
         self.seen, self.sampling = seen, sampling
-        self.valid = torch.ones(1, seen.key.shape[2], dtype=torch.bool, device=seen.key.device)
+        self.valid = _all_valid(1, seen.key.shape[2], seen.key.device)
         self.store = _sealed(sampling.digest, seen.key)
 
     def tokens(self, first: int, stop: int) -> Tokens:
@@ -265,14 +258,13 @@ def _sealed(digest: str, key: torch.Tensor) -> DigestStore:
     store = DIGESTS[digest](heads, dim, BLOCK, key.device)
     store.reserve(count)
     if not store.frozen:
-        store.freeze(lambda: _tiles(key))
+        store.freeze(lambda: ((part, _all_valid(1, part.shape[2])) for part in torch.split(key, _TILE, 2)))
     for ids in torch.split(torch.arange(count, device=key.device), _TILE // BLOCK):
         part = key[0, :, int(ids[0]) * BLOCK : (int(ids[-1]) + 1) * BLOCK]
         blocks = torch.unflatten(part, 1, (-1, BLOCK)).transpose(0, 1).contiguous()
-        store.seal(ids, blocks, torch.ones(blocks.shape[0], BLOCK, dtype=torch.bool, device=key.device))
+        store.seal(ids, blocks, _all_valid(len(blocks), BLOCK, key.device))
     return store
 
 
-def _tiles(key: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for part in torch.split(key, _TILE, 2):
-        yield part, torch.ones(1, part.shape[2], dtype=torch.bool, device="cpu")
+def _all_valid(rows: int, tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.ones(rows, tokens, dtype=torch.bool, device=device)

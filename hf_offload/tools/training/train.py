@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.files.fingerprint import fingerprint, likeness
-from hf_offload.knobs import check_choice
+from hf_offload.knobs import check_choice, check_count
 from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.block_attention import BLOCK
 from hf_offload.policies.fluxion.predictor import save_predictors, write_whole
+from hf_offload.tools.measuring import cut
 from hf_offload.tools.training.fitting import Fitting, fit_predictor
 from hf_offload.tools.training.needle_samples import ask
 from hf_offload.tools.training.report import quality
@@ -37,28 +38,17 @@ class Window:
     Args:
         ids: token ids `[1, context]`.
         text: the number of the text.
+        held_out: whether it is for measuring and stopping only.
         asked: whether facts are hidden in it, with questions for them.
     """
 
     ids: torch.Tensor
     text: int
+    held_out: bool
     asked: bool = False
 
 
-@dataclass(frozen=True)
-class Windows:
-    """The windows that the model reads; `held_out` is for measuring and stopping only."""
-
-    train: list[Window]
-    held_out: list[Window]
-
-    @property
-    def every(self) -> list[Window]:
-        """All of them, in the order of the files."""
-        return [*self.train, *self.held_out]
-
-
-def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Windows:
+def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> list[Window]:
     """Cut texts into windows, and hold out the last quarter of each text's windows, at least one.
 
     Where no text has two windows, the last text is held out.
@@ -68,28 +58,36 @@ def cut_windows(texts: Sequence[Sequence[int]], context: int, most: int) -> Wind
         context: tokens of a window.
         most: windows of a text, spread evenly over it.
 
+    Returns:
+        The windows, held-out ones last.
+
     Raises:
         ValueError: texts that are too short, or too few.
     """
-    cut = []
-    for number, ids in enumerate(texts):
+    parts = []
+    for ids in texts:
         count = min(len(ids) // context, most)
         if not count:
             raise ValueError(f"a text has {len(ids)} tokens, fewer than context={context}; use longer texts or less")
-        starts = torch.linspace(0, len(ids) - context, count, dtype=torch.float32, device="cpu").long().tolist()
-        windows = [torch.tensor([ids[i : i + context]], dtype=torch.int64, device="cpu") for i in starts]
-        cut.append([Window(window, number) for window in windows])
-    kept = [max(len(part) // 4, 1) if len(part) > 1 else 0 for part in cut]
+        parts.append(cut(torch.tensor([ids], dtype=torch.int64, device="cpu"), context, count, 0))
+    kept = [max(len(part) // 4, 1) if len(part) > 1 else 0 for part in parts]
     if not any(kept):
-        kept[-1] = len(cut[-1])
-    train = [one for part, last in zip(cut, kept, strict=True) for one in part[: len(part) - last]]
-    held_out = [one for part, last in zip(cut, kept, strict=True) for one in part[len(part) - last :]]
-    if not train:
+        kept[-1] = len(parts[-1])
+    windows = [
+        Window(window, text, held_out=place >= len(part) - kept[text])
+        for text, part in enumerate(parts)
+        for place, window in enumerate(part)
+    ]
+    if all(one.held_out for one in windows):
         raise ValueError(f"the texts make one window of context={context} tokens; use more text or a shorter context")
-    return Windows(train, held_out)
+    return _held_out_last(windows)
 
 
-def ask_again(windows: Windows, most: int, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> Windows:
+def _held_out_last(windows: list[Window]) -> list[Window]:
+    return sorted(windows, key=lambda one: one.held_out)
+
+
+def ask_again(windows: list[Window], most: int, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[Window]:
     """Add some windows of each text once more, with hidden facts, and questions where prompts end.
 
     Args:
@@ -98,30 +96,24 @@ def ask_again(windows: Windows, most: int, tokenizer: PreTrainedTokenizerBase, s
         tokenizer: the model's.
         sampling: the settings; its prompts end with questions.
 
+    Returns:
+        All windows, held-out ones last.
+
     Raises:
         ValueError: the interval is too short.
     """
     chosen = set()
-    for text in {one.text for one in windows.every}:
-        mine = [number for number, one in enumerate(windows.every) if one.text == text]
+    for text in {one.text for one in windows}:
+        mine = [number for number, one in enumerate(windows) if one.text == text]
         numbers = torch.linspace(0, len(mine) - 1, min(most, len(mine)), dtype=torch.float32, device="cpu")
         chosen |= {mine[int(i)] for i in numbers}
     first, local = sampling.sinks, sampling.local + 2 * BLOCK
-
-    def asked(part: list[Window], before: int) -> list[Window]:
-        return [
-            Window(
-                ask(one.ids[0].tolist(), tokenizer, interval=sampling.interval, first=first, local=local, seed=number),
-                one.text,
-                asked=True,
-            )
-            for number, one in enumerate(part, before)
-            if number in chosen
-        ]
-
-    return Windows(
-        windows.train + asked(windows.train, 0), windows.held_out + asked(windows.held_out, len(windows.train))
-    )
+    asked = []
+    for number in sorted(chosen):
+        tokens = windows[number].ids[0].tolist()
+        ids = ask(tokens, tokenizer, interval=sampling.interval, first=first, local=local, seed=number)
+        asked.append(replace(windows[number], ids=ids, asked=True))
+    return _held_out_last(windows + asked)
 
 
 def check_sampling(sampling: Sampling, context: int) -> None:
@@ -142,14 +134,14 @@ def check_sampling(sampling: Sampling, context: int) -> None:
         raise ValueError(
             f"interval={sampling.interval} leaves the host nothing beside sinks and local tokens; use at least {least}"
         )
-    if not 1 <= sampling.steps <= sampling.interval:
-        raise ValueError(f"steps={sampling.steps} is not a count of tokens in an interval of {sampling.interval}")
+    what = f"a count of tokens in an interval of {sampling.interval}"
+    check_count("steps", sampling.steps, what=what, most=sampling.interval)
     if context < sampling.interval + sampling.steps:
         raise ValueError(f"context={context} ends before the steps after interval={sampling.interval}; raise it")
 
 
 def collect(
-    model: PreTrainedModel, windows: Windows, sampling: Sampling, folder: Path, *, progress: bool = False
+    model: PreTrainedModel, windows: list[Window], sampling: Sampling, folder: Path, *, progress: bool = False
 ) -> None:
     """Write the samples of every window to a file; existing files are kept, so that a stopped run continues.
 
@@ -165,23 +157,23 @@ def collect(
     Raises:
         ValueError: the folder holds samples of other settings, or the model cannot be sampled.
     """
-    state, every = PartialState(), windows.every
+    state = PartialState()
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    context = every[0].ids.shape[1]
+    context = windows[0].ids.shape[1]
     if isinstance(limit, int) and context > limit:
         raise ValueError(f"context={context} is longer than the model's {limit} positions; use {limit}")
     if state.is_main_process:
-        _claim(folder, _settings(model, every, sampling))
+        _claim(folder, _settings(model, windows, sampling))
     state.wait_for_everyone()
-    mine = [number for number in range(len(every)) if number % state.num_processes == state.process_index]
+    mine = [number for number in range(len(windows)) if number % state.num_processes == state.process_index]
     total = context * len(mine)
     with tqdm(total=total, unit="token", disable=not progress or not state.is_main_process) as bar:
         for number in mine:
-            window, path = every[number], _shard(folder, number)
+            window, path = windows[number], _shard(folder, number)
             if path.exists():
                 bar.update(context)
                 continue
-            bar.set_description(f"window {number + 1} of {len(every)}")
+            bar.set_description(f"window {number + 1} of {len(windows)}")
             plan = sampling.positions(context, number, asked=window.asked)
             positions = [p for length, steps in plan.items() for p in (length - 1, *steps)]
             parts = [layer_samples(seen, plan, sampling) for seen in capture(model, window.ids, positions, bar.update)]
@@ -190,7 +182,7 @@ def collect(
 
 
 def train(
-    model: PreTrainedModel, windows: Windows, sampling: Sampling, fitting: Fitting, folder: Path, *,
+    model: PreTrainedModel, windows: list[Window], sampling: Sampling, fitting: Fitting, folder: Path, *,
     progress: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Fit a predictor for each τ to the collected samples, and write both the file and its report.
@@ -207,9 +199,13 @@ def train(
     """
     if not PartialState().is_main_process:
         return None
-    count = len(windows.train)
-    known = _read([_shard(folder, number) for number in range(count)])
-    held_out = _read([_shard(folder, count + number) for number in range(len(windows.held_out))])
+    known, held_out = (
+        Samples.joined(
+            [Samples(**load_file(_shard(folder, i))) for i, one in enumerate(windows) if one.held_out is kept]
+        )
+        for kept in (False, True)
+    )
+    count = sum(not one.held_out for one in windows)
     predictors, found = {}, {}
     for number, tau in enumerate(sampling.taus):
         features, targets = known.features_at(number), known.budgets[..., number]
@@ -222,8 +218,8 @@ def train(
         found[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted, fitting.fit)}
     report = {
         "samples": len(known.features), "held_out": len(held_out.features), "windows": count,
-        "held_out_windows": len(windows.held_out), "asked_windows": sum(one.asked for one in windows.every),
-        "context": windows.train[0].ids.shape[1], **asdict(sampling), "fitting": asdict(fitting), "quality": found,
+        "held_out_windows": len(windows) - count, "asked_windows": sum(one.asked for one in windows),
+        "context": windows[0].ids.shape[1], **asdict(sampling), "fitting": asdict(fitting), "quality": found,
     }  # fmt: skip
     save_predictors(folder / PREDICTOR, likeness(*_decoder(model)), predictors, report)
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -255,7 +251,3 @@ def _claim(folder: Path, settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if before.get(key) != value:
             raise ValueError(f"{folder} holds samples with another {key}; name another folder, or empty this one")
-
-
-def _read(paths: Sequence[Path]) -> Samples:
-    return Samples.joined([Samples(**load_file(path)) for path in paths])

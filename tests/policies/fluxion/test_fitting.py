@@ -97,9 +97,9 @@ def test_nothing_to_learn_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epochs": 0}, "epochs=0 leaves nothing to fit with; use a positive number"),
-        ({"under": -1.0}, r"under=-1\.0 leaves nothing"),
-        ({"streaming_at": 1.0}, r"streaming_at=1\.0 is no probability"),
+        ({"epochs": 0}, "epochs=0 is not a count; use an integer of at least 1"),
+        ({"under": -1.0}, r"under=-1\.0 is not a weight; use a number above 0"),
+        ({"streaming_at": 1.0}, r"streaming_at=1\.0 is not a probability"),
         ({"fit": "best"}, "fit='best' is not known; use one of online, paper"),
     ],
 )

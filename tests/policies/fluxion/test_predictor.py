@@ -81,7 +81,7 @@ def test_shapes_and_the_threshold() -> None:
     assert torch.equal(found.streaming, logit > 0)
     strict = made(streaming_at=0.7).predict(features).streaming
     assert torch.equal(strict, logit.sigmoid() > 0.7)
-    with pytest.raises(ValueError, match=r"streaming_at=1 is no probability; use a number between 0 and 1"):
+    with pytest.raises(ValueError, match=r"streaming_at=1 is not a probability; use a number above 0 and below 1"):
         made(streaming_at=1)
 
 

@@ -21,24 +21,25 @@ from hf_offload.tools import assets
 from hf_offload.tools.training import train as training
 from hf_offload.tools.training.fitting import Fitting
 from hf_offload.tools.training.samples import Sampling
-from hf_offload.tools.training.train import Windows, check_sampling, collect, cut_windows, train
+from hf_offload.tools.training.train import Window, check_sampling, collect, cut_windows, train
 
 SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
 QUICK = Fitting(epochs=3, batch=64)
 
 
-def windows() -> Windows:
+def windows() -> list[Window]:
     generator = torch.Generator().manual_seed(0)
     return cut_windows(torch.randint(3, 150, (2, 900), generator=generator).tolist(), 300, 3)
 
 
 def test_windows_are_disjoint_and_the_last_ones_are_for_measuring() -> None:
     cut = cut_windows([list(range(1000)), list(range(2000, 2250))], 100, 4)
-    assert [int(one.ids[0, 0]) for one in cut.train] == [0, 300, 600, 2000]
-    assert [int(one.ids[0, 0]) for one in cut.held_out] == [900, 2150]
-    assert all(one.ids.shape == (1, 100) for one in (*cut.train, *cut.held_out))
+    assert [int(one.ids[0, 0]) for one in cut if not one.held_out] == [0, 300, 600, 2000]
+    assert [int(one.ids[0, 0]) for one in cut if one.held_out] == [900, 2150]
+    assert all(one.ids.shape == (1, 100) for one in cut)
     alone = cut_windows([list(range(150)), list(range(200, 350))], 100, 4)
-    assert [int(one.ids[0, 0]) for one in (*alone.train, *alone.held_out)] == [0, 200]
+    assert [int(one.ids[0, 0]) for one in alone] == [0, 200]
+    assert [one.held_out for one in alone] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_predictor_is_trained_and_serves_its_model(tmp_path: Path) -> None:
     collect(model, cut, SMALL, tmp_path)
     report = train(model, cut, SMALL, QUICK, tmp_path)
     assert report is not None
-    assert (len(cut.train), len(cut.held_out)) == (4, 2)
+    assert [one.held_out for one in cut] == [False] * 4 + [True] * 2
     assert report["samples"] == 4 * 9 * 4 * 4  # windows, steps, layers, heads
     assert report["held_out"] == 2 * 9 * 4 * 4
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
@@ -195,7 +196,7 @@ def test_command_tells_what_is_wrong(letters: Path, tmp_path: Path) -> None:
     for option, value, message in (
         ("--dtype", "int3", "dtype='int3' is not known"),
         ("--digest", "median", "digest='median' is not known"),
-        ("--epochs", "0", "epochs=0 leaves nothing to fit with"),
+        ("--epochs", "0", "epochs=0 is not a count"),
         ("--context", "9000", "fewer than context=9000"),
     ):
         code, said = run("--out", tmp_path / "made", "--text", letters, option, value)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, jit, kernel, require
+from hf_offload.cpu.launch import F32, I32, U8, Array, Launch, jit, jit_for_python, kernel, require
 from hf_offload.cpu.memory import LINE, address_of, count_up, hold, next_task, prefetch, put
 from hf_offload.cpu.simd.register_tiles import load_columns, outer_fma, spread, store_tile, zeros
 from hf_offload.cpu.simd.vectors import LANES, choose_less, fma, lane_sum, load_f32, splat, store, vmax
@@ -233,7 +233,7 @@ def _mixed_norm(x: int, y: int, share: float, dim: int) -> float:
     return np.sqrt(lane_sum(total))  # type: ignore[no-any-return]
 
 
-@jit
+@jit_for_python
 def count_tokens(valid: Array, ragged: bool, begin: int, first: int, end: int, length: int) -> tuple[int, int]:
     """Valid tokens of a row: those of first..end-1, and all others below `length`; begin: the first valid one."""
     if not ragged:
@@ -340,15 +340,6 @@ def predict_properties(
         raise ValueError(f"{end} blocks of {size} and length {length}: valid covers {valid.shape[1]} tokens")
     three = -(-heads // 3) * 3 < -(-heads // 4) * 4
     tasks = batch * -(-heads // _CHUNK)
-    args = (
-        _TILES[3 if three else 4],
-        network,
-        prompt,
-        query,
-        tuple(sinks),
-        tuple(local),
-        rows,
-        int(length),
-        properties,
-    )
+    tiles = _TILES[3 if three else 4]
+    args = (tiles, network, prompt, query, tuple(sinks), tuple(local), rows, int(length), properties)
     return Launch(predict_kernel, tasks, args, tasks * network.nbytes)

@@ -173,6 +173,22 @@ def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Arra
     return found
 
 
+@jit_for_python
+def count_runs(budgets: Any, chosen: Any, b: int, h: int, span: int) -> int:
+    """Write the runs of `span` blocks that each query head of KV head h takes; return the host's first block.
+
+    With a span of 0 no head has a budget.
+    """
+    runs, low = chosen.runs, min(max(chosen.first[b], 0), chosen.end)
+    group, blocks, tokens = runs.shape[1] // chosen.counts.shape[1], chosen.end - low, float(span * budgets.block_size)
+    for g in range(h * group, (h + 1) * group):
+        runs[b, g] = 0
+        if span and blocks > 0:
+            budget = budget_of(budgets.budget0[b, g], budgets.slope[b, g], budgets.streaming[b, g], tokens)
+            runs[b, g] = runs_wanted(budget, blocks, span)
+    return int(low)
+
+
 # --- the choice of blocks --------------------------------------------------------------------------------------------
 
 
@@ -283,16 +299,11 @@ def take_blocks(choice: Any, b: int, h: int, span: int, scratch: Array, word: Ar
     """
     budgets, masses, chosen = choice.budgets, choice.masses, choice.chosen
     runs, end = chosen.runs, chosen.end
-    group, low = runs.shape[1] // chosen.counts.shape[1], min(max(chosen.first[b], 0), end)
+    group, low = runs.shape[1] // chosen.counts.shape[1], count_runs(budgets, chosen, b, h, span)
     marks, narrow, score = address_of(scratch[0]), address_of(scratch[1]), address_of(scratch[2])
     count = end - low
     clear_marks(marks, count)
     for g in range(h * group, (h + 1) * group):
-        runs[b, g] = 0
-        if span and count > 0:
-            tokens = float(span * budgets.block_size)
-            budget = budget_of(budgets.budget0[b, g], budgets.slope[b, g], budgets.streaming[b, g], tokens)
-            runs[b, g] = runs_wanted(budget, count, span)
         if runs[b, g] and span == 1:
             copy_scores(address_of(masses[b, g]) + 4 * low, count, score)
             mark_best(score, count, runs[b, g], marks, word)
