@@ -497,13 +497,19 @@ def by_tiles(work: Callable[..., None]) -> Callable[..., None]:
 
 
 def by_class(choices: Mapping[type, Callable[..., Any]]) -> Callable[..., Any]:
-    """A function for compiled code, chosen by the NamedTuple class of its first argument; `NoneType` for None."""
+    """A function for compiled code, chosen by the NamedTuple class of its first argument.
+
+    Args:
+        choices: functions by class, `NoneType` for None; for a class that is not among them nothing is done.
+    """
 
     def function(first: Any, *args: Any) -> Any:
         raise TypeError("for compiled code")
 
     def pick(kind: Any) -> Callable[..., Any]:
-        work = choices[NoneType if isinstance(kind, types.NoneType) else kind.instance_class]
+        work = choices.get(NoneType if isinstance(kind, types.NoneType) else kind.instance_class)
+        if work is None:
+            return lambda first, *args: None
         return lambda first, *args: work(first, *args)
 
     overload(function, jit_options=_BORROWING)(lambda first, *args: pick(first))  # without annotations

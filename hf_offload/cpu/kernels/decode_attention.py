@@ -311,11 +311,6 @@ def _add_blocks(
 
 
 @borrowing
-def _no_squares(rows: Any, first: int, pairs: int, group: int, weights: int, fades: int, sums: int) -> None:
-    return
-
-
-@borrowing
 def _list_blocks(attention: Any, packed: Any, keys: Array, at: int, head: int, begin: int, count: int) -> None:
     """Write the addresses of the blocks begin..begin+count-1 of a (row, KV head)'s list, from `keys[at]` on."""
     blocks, kv_heads = attention.blocks, attention.counts.shape[1]
@@ -537,7 +532,7 @@ def _list_following(attention: Any, rows: Any, at: int, head: int, begin: int, c
 _score_step = by_class({BlockRows: _score_blocks, PairRows: _score_pairs})
 _finish_scores = by_class({BlockRows: _finish_blocks, PairRows: _finish_pairs})
 _add_step = by_class({BlockRows: _add_blocks, PairRows: _add_pairs})
-_add_step_squares = by_class({BlockRows: _no_squares, PairRows: _add_squares})
+_add_step_squares = by_class({PairRows: _add_squares})
 
 
 @borrowing
@@ -685,11 +680,6 @@ def attend_part(
 
 
 @borrowing
-def _no_errors(pairs: Any, attention: Any, head: int) -> None:
-    return
-
-
-@borrowing
 def _write_errors(pairs: Any, attention: Any, head: int) -> None:
     """Write the heads' errors [G] after their parts were merged, and count them (see the module's description)."""
     kv_heads, dim, parts = attention.counts.shape[1], attention.query.shape[2], attention.parts
@@ -712,7 +702,7 @@ def _write_errors(pairs: Any, attention: Any, head: int) -> None:
             add_to(pairs.tally, 2 + number, 1)
 
 
-_finish_errors = by_class({NoneType: _no_errors, Pairs: _write_errors})
+_finish_errors = by_class({Pairs: _write_errors})
 
 
 @borrowing
