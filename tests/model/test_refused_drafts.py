@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.test_drafts import BLOCK, SMALL, feed
+from model.test_drafts import BLOCK, SMALL, feed
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
