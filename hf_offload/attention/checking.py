@@ -9,23 +9,11 @@ import torch
 
 from hf_offload.attention.merge import merge_partials
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
-from hf_offload.policies.base import Drawn, Selection
+from hf_offload.policies.base import Estimate, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
-
-
-class Early(NamedTuple):
-    """The part of a step that the CPU attended with a predicted query.
-
-    Args:
-        selection: the blocks.
-        lse: float32 `[B, Hq]`, as the merge took it: of the predicted query, or corrected to the real one.
-    """
-
-    selection: Selection
-    lse: np.ndarray
 
 
 class Outcome(NamedTuple):
@@ -35,15 +23,13 @@ class Outcome(NamedTuple):
         query: float32 `[B, Hq, D]`, the real query.
         out: float32 `[B, Hq, D]`, with the model's sinks.
         lse: float32 `[B, Hq]`, without them.
-        drawn: the drawn part, if any.
-        early: the part of a predicted query, if any that is not drawn.
+        estimate: the part whose log mass is estimated, if any.
     """
 
     query: np.ndarray
     out: np.ndarray
     lse: np.ndarray
-    drawn: Drawn | None
-    early: Early | None = None
+    estimate: Estimate | None
 
 
 def check(
@@ -62,7 +48,7 @@ def check(
     store, checks = layer.store, layer.settings.checks
     assert store is not None
     assert checks is not None
-    query, got, got_lse, drawn, early = outcome
+    query, got, got_lse, estimate = outcome
     blocks, count = store.view(length).blocks, -(-length // store.block_size)
 
     def attend(selection: Selection, pairs: Pairs | None = None, end: int = length) -> tuple[np.ndarray, np.ndarray]:
@@ -77,14 +63,14 @@ def check(
     out, lse = attend(Selection(numbers, np.full(shape[:2], count, np.int32), store.block_size))
     attended, errors = got_lse, None
     # In place of what a part stands for: the log mass of its keys themselves, by the real query.
-    if drawn is not None:
-        pairs: Pairs = drawn.selection.weights
-        errors, skipped = pairs.errors, pairs.skipped
-        plain = Pairs.of(np.zeros_like(pairs.weights), query.shape[1], skipped=skipped)
-        end = min(length, skipped.shape[2]) if len(skipped) else length  # all pairs lie before that
-        attended = _replaced(attended, drawn.lse, attend(drawn.selection, plain, end)[1])
-    elif early is not None:
-        attended = _replaced(attended, early.lse, attend(early.selection)[1])
+    if estimate is not None:
+        pairs, end, plain = estimate.selection.weights, length, None
+        if pairs is not None:
+            errors = pairs.errors
+            plain = Pairs.of(np.zeros_like(pairs.weights), query.shape[1], skipped=pairs.skipped)
+            if len(pairs.skipped):  # all pairs lie before its end
+                end = min(length, pairs.skipped.shape[2])
+        attended = _replaced(attended, estimate.lse, attend(estimate.selection, plain, end)[1])
     if sinks is not None:
         both = torch.from_numpy(out), torch.from_numpy(lse)
         out = merge_partials([both], sinks.float().cpu().view(1, -1))[0].numpy()

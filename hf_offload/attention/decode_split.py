@@ -7,7 +7,6 @@ import time
 import torch
 
 from hf_offload.attention.checking import Outcome, check
-from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.attention.step_split import SplitStep
 from hf_offload.blocks.sealing import seal, seal_waiting
 from hf_offload.cache.layer import HybridLayer
@@ -147,9 +146,8 @@ def _check(
     if logits is not None:
         merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=torch.float32)
     step.layer.write_back()
-    drawn = None if plan.host is None else plan.host.drawn_part(step)
-    early = plan.host.early_part(step) if isinstance(plan.host, BlockHostPartial) else None
-    outcome = Outcome(step.query.cpu().numpy(), merged.cpu().numpy(), total.cpu().numpy(), drawn, early)
+    estimate = None if plan.host is None else plan.host.estimate(step)
+    outcome = Outcome(step.query.cpu().numpy(), merged.cpu().numpy(), total.cpu().numpy(), estimate)
     check(step.layer, outcome, step.length, step.scores, sinks, step.label("the check"))
 
 

@@ -14,7 +14,7 @@ from hf_offload.cpu.kernels.draw_pairs import Resident
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job
 from hf_offload.gpu.handover import hand_over
-from hf_offload.policies.base import Drawn, Selection
+from hf_offload.policies.base import Estimate, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ class DrawnHostPartial(BlockHostPartial):
         """Return the shares of the blocks, fp32 `[B, Hkv, N]` on the device, after `result`."""
         return self.score.to(self.store.device, non_blocking=True)
 
-    def drawn_part(self, step: Step) -> Drawn:
-        return Drawn(self.selection, self.real_lse(step))
+    def estimate(self, step: Step) -> Estimate:
+        return Estimate(self.selection, self.real_lse(step))
 
     def _drop(self) -> None:
         super()._drop()

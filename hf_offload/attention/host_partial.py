@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.attention.checking import Early
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.view import View
 from hf_offload.cpu.kernels import move_records as movers
@@ -19,7 +18,7 @@ from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job, WorkerError
 from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.gpu.merge import HostResult
-from hf_offload.policies.base import HostPartial, Selection
+from hf_offload.policies.base import Estimate, HostPartial, Selection
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -238,12 +237,11 @@ class BlockHostPartial(HostPartial):
             lse = torch.where(lse == -torch.inf, lse, lse + moved)
         return lse.numpy()
 
-    def early_part(self, step: Step) -> Early | None:
-        """Return what was attended with a predicted query, after `result`; None: nothing was."""
+    def estimate(self, step: Step) -> Estimate | None:
         if self is not step.layer.ahead or self.host is None:
             return None
         selection = Selection(self.blocks.numpy(), self.counts.numpy(), step.block_size)
-        return Early(selection, self.real_lse(step))
+        return Estimate(selection, self.real_lse(step))
 
     def cancel(self) -> None:
         """Wait for the job and drop its result, so that nothing reads blocks that are about to change.

@@ -25,7 +25,7 @@ from hf_offload.cpu.kernels.draw_pairs import Always
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.launch import TAGS, Launch, LaunchSequence
 from hf_offload.cpu.simd.convert import SHORT, narrow, widen
-from hf_offload.policies.base import EVER, Drawn, HostPartial, Partial, Plan, Selection
+from hf_offload.policies.base import EVER, Estimate, HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 LIST_BLOCKS = 16
@@ -179,7 +179,7 @@ class CpuStep(Step):
         self._block_numbers: list[tuple[Word, ...]] = []
         self._all_counts: np.ndarray | None = None
         self._partials = 0
-        self._drawn: Drawn | None = None
+        self._estimate: Estimate | None = None
         self._valid_blocks = range(EVER)
         """Numbers of blocks for which the launches are valid."""
         self._conditions: list[Callable[[], bool]] = []
@@ -502,13 +502,13 @@ class CpuStep(Step):
         )  # fmt: skip
         self.add(launch, what, length=end is None)
         if host.weights is not None:
-            self._drawn = Drawn(host, to.lse)
+            self._estimate = Estimate(host, to.lse)
         return to
 
     def check(self) -> None:
         """Compare the result of the step that has just run with full attention, for the statistics."""
         buffers = self.buffers
-        outcome = Outcome(buffers.query, buffers.out, buffers.lse, self._drawn)
+        outcome = Outcome(buffers.query, buffers.out, buffers.lse, self._estimate)
         sinks = self.model_sinks if self.form.sinks else None
         check(self.layer, outcome, self.length, self.scores, sinks, self.label("the check"))
 

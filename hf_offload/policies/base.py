@@ -56,12 +56,12 @@ class Partial(NamedTuple):
     lse: Any
 
 
-class Drawn(NamedTuple):
-    """The pairs of keys that a step draws.
+class Estimate(NamedTuple):
+    """The part of a step whose log mass is estimated: of drawn pairs, or of blocks attended with a predicted query.
 
     Args:
-        selection: the pairs.
-        lse: fp32 array `[B, Hq]`, the log mass that they stand for.
+        selection: the pairs or blocks.
+        lse: fp32 array `[B, Hq]`, their log mass as the merge takes it.
     """
 
     selection: Selection
@@ -90,8 +90,8 @@ class HostPartial(ABC):
     def cancel(self) -> None:
         """Wait for the CPU and drop the result."""
 
-    def drawn_part(self, step: Step) -> Drawn | None:
-        """Return the pairs that were drawn for the step, after `result`; None: none."""
+    def estimate(self, step: Step) -> Estimate | None:
+        """Return the part of the step whose log mass is estimated, after `result`; None: none."""
         return None
 
     def block_shares(self) -> torch.Tensor | None:

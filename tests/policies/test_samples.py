@@ -109,7 +109,7 @@ def test_what_is_always_attended(length: int, recent: int, always_drawn: None) -
     sealed = (length - 1) // 8 * 8
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     for layer in cache.layers:
-        selection = layer.steps[True]._drawn.selection
+        selection = layer.steps[True]._estimate.selection
         pairs, weights, counts = selection.items, selection.weights.weights, selection.counts
         for b in range(3):
             first = int(mask[b].argmax())

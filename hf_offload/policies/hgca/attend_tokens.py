@@ -16,7 +16,7 @@ from hf_offload.cpu.kernels.draw_pairs import Kept, PairLists, Resident
 from hf_offload.cpu.kernels.merge import join_parts
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch
-from hf_offload.policies.base import Drawn, HostPartial, Partial, Selection
+from hf_offload.policies.base import Estimate, HostPartial, Partial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -203,7 +203,7 @@ class RetainedHostPartial(BlockHostPartial):
         super().__init__(layer, query, 0)
         self.tail = self._buffer(*query.shape[:2])
         self._pairs = Partial(np.empty(query.shape, np.float32), np.empty(query.shape[:2], np.float32))
-        self._drawn: Drawn | None = None
+        self._estimate: Estimate | None = None
         nothing = np.full(query.shape[:2], -np.inf, np.float32)
         self._nothing = Partial(np.zeros(query.shape, np.float32), nothing)
         self._scratch: dict[str, np.ndarray] = {}
@@ -265,7 +265,7 @@ class RetainedHostPartial(BlockHostPartial):
         retained: tuple[Launch, ...] = ()
         if self._mass.retained.counts.any():
             retained = (_attention(self._mass.retained, query, *result, scores),)
-        self._drawn = None
+        self._estimate = None
         if not self._samples:
             return retained
         rows = (query.shape[0], self.counts.shape[1])
@@ -281,11 +281,11 @@ class RetainedHostPartial(BlockHostPartial):
             query, self.store.view(self.store.length).blocks, selection.items, selection.counts, end, *target,
             **scores._asdict(), pairs=selection.weights,
         )  # fmt: skip
-        self._drawn = Drawn(selection, target.lse)
+        self._estimate = Estimate(selection, target.lse)
         return (*retained, *draw, attention, *((join_parts(*result, self._pairs, self._nothing),) if retained else ()))
 
-    def drawn_part(self, step: Step) -> Drawn | None:
-        return self._drawn
+    def estimate(self, step: Step) -> Estimate | None:
+        return self._estimate
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return scratch of this partial alone: partials of two layers may run at once."""
