@@ -12,6 +12,10 @@ _EXACT = 2**53  # float64 holds all integers up to this
 _SHOWN = 80  # most characters of a value in a message
 
 
+class Moved(ValueError):
+    """A knob of an earlier version; the message says what has its place."""
+
+
 def shown(value: Any) -> str:
     """Return a value's `repr` for a message, cut to 80 characters."""
     try:

@@ -324,6 +324,20 @@ def test_another_model_is_refused(saved: Any) -> None:
         HybridCache.load(saved[0], model)
 
 
+def test_samples_of_quest_are_named_as_those_of_scout(
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(saved[0], folder)
+    tensors = load_file(folder / "cache.safetensors")
+    with safe_open(folder / "cache.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    about["policy"] = {"name": "quest", "knobs": {"budget": None, "samples": 64, "recent": 0}}
+    forging.write(folder, about, tensors, load_file(folder / "digests.safetensors"))
+    with pytest.raises(ValueError, match=r"cache: samples=64 is a knob of policy 'scout'.*recent=0, block_size=16$"):
+        HybridCache.load(folder, models["llama"])
+
+
 @pytest.mark.parametrize("other", [saving.FORMAT - 1, saving.FORMAT + 1])
 def test_another_format_is_refused(
     models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int

@@ -426,7 +426,7 @@ class CpuStep(Step):
             return self.all_blocks()
         last, wants, size = self._last_sealed(), self.layer.requirements, self.block_size // 2
         (low, high), recent = store.padding.sinks(wants.sinks, 2), -(-wants.recent // 2)
-        sure = max((high - low).tolist(), default=0) + recent + (self.num_blocks - store.sealed) * size
+        sure = max((high - low).tolist(), default=0) + recent + max(self.num_blocks - store.sealed, 1) * size
         draw = Draw(
             store, self.layer.stats, query.shape[1], samples, join, last, sure=sure, buffer=self.layer.settings.buffer
         )

@@ -167,7 +167,7 @@ class SplitStep(Step):
 
     @property
     def _all_resident(self) -> bool:
-        return self.layer.fits_device(self.length)
+        return not self.layer.unplaced and self.layer.fits_device(self.length)
 
     def resident_blocks(self) -> Selection:
         if self._resident_blocks is None:
@@ -243,13 +243,21 @@ class SplitStep(Step):
         self._host_partial(host).read(self, host)
 
     def _host_partial(self, host: Selection) -> BlockHostPartial:
-        """Return the layer's host partial, a new one where sizes have changed; `draw` has made that of pairs."""
+        """Return the layer's host partial, a new one where sizes have changed; `draw` has made that of pairs.
+
+        Raises:
+            ValueError: pairs that another draw or other work on the host has replaced.
+        """
         capacity = host.items.shape[2]
         partial: BlockHostPartial | None = self.layer.host_partial
         if host.weights is not None:
-            assert partial is not None
+            if not isinstance(partial, DrawnHostPartial) or partial.selection is not host:
+                raise ValueError(
+                    "these pairs are of an earlier draw: with two memories a layer holds one list of pairs; attend a "
+                    "draw before the next one, and before other blocks on the host"
+                )
             return partial
-        if partial is None or partial.form != (self.query.shape, capacity):
+        if type(partial) is not BlockHostPartial or partial.form != (self.query.shape, capacity):
             partial = self.layer.host_partial = BlockHostPartial(self.layer, self.query, capacity)
         return partial
 

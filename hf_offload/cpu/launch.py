@@ -3,6 +3,7 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -500,17 +501,16 @@ def by_class(choices: Mapping[type, Callable[..., Any]]) -> Callable[..., Any]:
     """A function for compiled code, chosen by the NamedTuple class of its first argument.
 
     Args:
-        choices: functions by class, `NoneType` for None; for a class that is not among them nothing is done.
+        choices: functions with the same parameters by class, `NoneType` for None. They are compiled into their callers,
+            and allocate nothing.
     """
 
-    def function(first: Any, *args: Any) -> Any:
+    def function(*args: Any) -> Any:
         raise TypeError("for compiled code")
 
-    def pick(kind: Any) -> Callable[..., Any]:
-        work = choices.get(NoneType if isinstance(kind, types.NoneType) else kind.instance_class)
-        if work is None:
-            return lambda first, *args: None
-        return lambda first, *args: work(first, *args)
+    def pick(first: Any, *args: Any) -> Callable[..., Any]:
+        return choices[NoneType if isinstance(first, types.NoneType) else first.instance_class]
 
-    overload(function, jit_options=_BORROWING)(lambda first, *args: pick(first))  # without annotations
+    pick.__signature__ = inspect.signature(next(iter(choices.values())))  # type: ignore[attr-defined]
+    overload(function, jit_options=_BORROWING)(pick)
     return function

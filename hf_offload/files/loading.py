@@ -35,7 +35,7 @@ from hf_offload.files.saved_fields import (
     sizes_of,
 )
 from hf_offload.files.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, left_behind, record_sums
-from hf_offload.knobs import MOST, shown
+from hf_offload.knobs import MOST, Moved, shown
 from hf_offload.scores import Scores
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -113,6 +113,8 @@ class SavedCache:
         """Turn any error over a file's contents into a ValueError that names the file and the remedy."""
         try:
             yield
+        except Moved as error:
+            raise ValueError(f"{self.folder}: {error}") from error
         except (*_UNSOUND, SafetensorError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(

@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_offload.blocks.digests import DIGESTS
-from hf_offload.knobs import check_choice, check_tokens, shown
+from hf_offload.knobs import Moved, check_choice, check_tokens, shown
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
 from hf_offload.policies.choices import BUDGET
 
@@ -49,9 +49,9 @@ class Quest(Policy):
 
     def __post_init__(self, samples: int | None) -> None:
         if samples is not None:
-            raise ValueError(
-                f"samples={shown(samples)} is not a knob of policy 'quest' any more; use policy 'scout' with "
-                f"samples={shown(samples)}, recent=0"
+            raise Moved(
+                f"samples={shown(samples)} is a knob of policy 'scout', not of 'quest'; use 'scout' with "
+                f"samples={shown(samples)}, recent=0, block_size=16"
             )
         check_tokens("budget", self.budget)
         check_tokens("sinks", self.sinks, least=0)

@@ -106,6 +106,23 @@ def test_of_256_pairs_thresholds_are_even() -> None:
                 assert int((smallest < 65 / 64 * samples).sum()) <= most_pairs(samples, 1, pairs)
 
 
+@pytest.mark.parametrize(("first", "last", "begins"), [(0, 40, 200), (0, 40, 40), (30, 30, 0)])
+def test_nothing_is_drawn_of_padding(first: int, last: int, begins: int) -> None:
+    """Memory before and behind is left alone: the scratch of a draw has no room for fewer than no pairs."""
+    masses, pairs, weights = (
+        torch.ones(1, 80, dtype=torch.bfloat16),
+        np.full(64, -1, np.int32),
+        np.zeros(64, np.float32),
+    )
+    for _ in range(200):
+        count = draw_head(
+            bits(masses), np.ones((1, 1), np.float32), 0, 1.0, 64, first, last, order_of(80), begins, 0, pairs, weights,
+            3, 64,
+        )  # fmt: skip
+        assert count == 3
+    assert (pairs == -1).all()
+
+
 def test_a_list_without_room_is_reported() -> None:
     masses, weights = torch.ones(1, 80, dtype=torch.bfloat16), np.zeros(64, np.float32)
     pairs = np.full(64, -1, np.int32)

@@ -20,9 +20,9 @@ from hf_offload.cpu.launch import tag_of
 FORMS = [
     # group, head dimension, block size, dtype, softcap, k̄
     (3, 64, 32, torch.bfloat16, None, True),
-    (5, 80, 8, torch.float16, 5.0, False),
-    (1, 128, 16, torch.float32, 5.0, True),
-    (4, 16, 128, torch.bfloat16, None, False),
+    pytest.param((5, 80, 8, torch.float16, 5.0, False), marks=pytest.mark.slow),
+    pytest.param((1, 128, 16, torch.float32, 5.0, True), marks=pytest.mark.slow),
+    pytest.param((4, 16, 128, torch.bfloat16, None, False), marks=pytest.mark.slow),
 ]
 
 
@@ -59,7 +59,7 @@ def lists(count: int, room: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, 
     return items.numpy(), counts.numpy()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_blocks(form: tuple[Any, ...], packed: bool) -> None:
     group, dim, size, dtype, softcap, wants = form
@@ -83,8 +83,8 @@ def test_blocks(form: tuple[Any, ...], packed: bool) -> None:
     del keep
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("skips", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_pairs(form: tuple[Any, ...], packed: bool, skips: bool) -> None:
     group, dim, size, dtype, softcap, wants = form

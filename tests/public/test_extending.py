@@ -499,3 +499,48 @@ def test_no_kernel_on_disk_needs_the_format(llama: PreTrainedModel, short: str) 
     files = [file for compiled in (launch._enter, launch._call) for file in compiled._cache.files()]  # type: ignore[attr-defined]
     assert files
     assert not any(short.encode() in file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("resident", [512, 96])
+def test_a_placement_of_all_blocks_is_one(llama: PreTrainedModel, resident: int) -> None:
+    """When decoding begins nothing is resident yet, though all blocks may fit."""
+
+    @dataclass(frozen=True)
+    class Everything(hf_offload.Policy):
+        name = "everything"
+
+        def plan(self, step: Any) -> hf_offload.Plan:
+            return hf_offload.Plan(step.attend(step.all_blocks()))
+
+        def place(self, step: Any, slots: int) -> Any:
+            return step.all_blocks()
+
+    ids = prompt(1, 110)[0]
+    full = HybridCache(llama, "full", **KNOBS["one"])
+    mine = HybridCache(llama, Everything(), **SMALL, tier="split", resident=resident)
+    found = []
+    for cache in (full, mine):
+        feed(llama, cache, ids, 0, 100, 100)
+        found.append(feed(llama, cache, ids, 100, 110))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=5e-5)
+
+
+def test_pairs_of_an_earlier_draw_are_refused(llama: PreTrainedModel) -> None:
+    @dataclass(frozen=True)
+    class Twice(hf_offload.Policy):
+        name = "twice"
+
+        @property
+        def requirements(self) -> hf_offload.Requirements:
+            return hf_offload.Requirements(digest="submean", digest_memory="host", leaves_out=True)
+
+        def plan(self, step: Any) -> hf_offload.Plan:
+            first = step.draw("max", 64)
+            step.draw("max", 8)
+            return hf_offload.Plan(step.attend(first))
+
+    ids = prompt(1, 301)[0]
+    cache = HybridCache(llama, Twice(), **KNOBS["split"])
+    feed(llama, cache, ids, 0, 300, 300)
+    with pytest.raises(ValueError, match="these pairs are of an earlier draw"):
+        feed(llama, cache, ids, 300, 301)

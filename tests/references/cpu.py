@@ -96,7 +96,7 @@ def attend_pairs(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out [B, Hq, D], lse [B, Hq], kbar [B, Hq, D] and errors [B, Hq] of `kernels.pair_decode.attend_pairs`."""
+    """Return out [B, Hq, D], lse [B, Hq], kbar [B, Hq, D] and errors [B, Hq] of `decode_attention` to pairs."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
     out = torch.zeros(query.shape, dtype=torch.float64, device="cpu")
     kbar, errors = torch.zeros_like(out), torch.zeros(query.shape[:2], dtype=torch.float64, device="cpu")

@@ -99,7 +99,6 @@ ERROR_BINS, ERROR_STEPS, LEAST_ERROR = 96, 4, -20
 _PAIR = (0, 0)
 _EVEN = 0.75  # SmolLM2, 6k: 2 true errors of 3 are below the estimate, as of a normal distribution
 _NO_MARKS = np.empty((0, 0, 0), np.uint8)
-_NOT_WANTED = np.empty((0, 0, 0), np.float32)
 
 
 class Pairs(NamedTuple):
@@ -156,22 +155,25 @@ class Pairs(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Arguments of `attend_part` that all parts of a launch share; `decode_attention` describes them."""
+    """Arguments of `attend_part` that all parts of a launch share; `decode_attention` describes them.
 
-    query: Array
+    query, out, kbar, scores and partial are addresses; kbar, scores 0: not wanted. `form` has the sizes.
+    """
+
     blocks: Any
     items: Array
     counts: Array
-    unit: int
     pairs: Any
-    scale: float
-    cap: float
-    out: Array
     lse: Array
-    kbar: Array
-    scores: Array
+    form: Any
+    scale: float
+    query: int
+    out: int
+    kbar: int
+    scores: int
+    partial: int
+    step: int  # bytes of a partial result
     parts: int
-    partial: Array
 
 
 class BlockRows(NamedTuple):
@@ -256,7 +258,6 @@ class Target(NamedTuple):
 _score_record, _add_record = by_tiles(score_keys), by_tiles(add_vectors)
 
 
-@borrowing
 def _score_blocks(
     rows: Any, tag: Any, full: Any, rest: Any, form: Any, first: int, last: int, end: int, scratch: Any, packed: Any
 ) -> None:  # fmt: skip
@@ -274,7 +275,6 @@ def _score_blocks(
         )  # fmt: skip
 
 
-@borrowing
 def _finish_blocks(
     rows: Any, form: Any, first: int, last: int, scores: int, bent: int, target: Any
 ) -> None:  # fmt: skip
@@ -292,7 +292,6 @@ def _finish_blocks(
         bend_weights(group, scores, bent, STRIDE, (tokens + 15) & ~15, form.cap)
 
 
-@borrowing
 def _add_blocks(
     rows: Any, tag: Any, full: Any, rest: Any, form: Any, part: int, first: int, last: int, end: int, weights: int,
     sums: int, packed: Any, spare: int,
@@ -310,11 +309,15 @@ def _add_blocks(
         )  # fmt: skip
 
 
+def _no_squares(rows: Any, first: int, pairs: int, group: int, weights: int, fades: int, sums: int) -> None:
+    return
+
+
 @borrowing
 def _list_blocks(attention: Any, packed: Any, keys: Array, at: int, head: int, begin: int, count: int) -> None:
     """Write the addresses of the blocks begin..begin+count-1 of a (row, KV head)'s list, from `keys[at]` on."""
     blocks, kv_heads = attention.blocks, attention.counts.shape[1]
-    record = 2 * blocks.block_size * attention.query.shape[2] * blocks.tag.itemsize
+    record = 2 * blocks.block_size * attention.form.dim * blocks.tag.itemsize
     b, h, block_ptr = head // kv_heads, head % kv_heads, blocks.block_ptr
     items, table = attention.items[b, h], blocks.table[b]
     for i in range(count):
@@ -352,7 +355,6 @@ def _score_tokens(
         store_quads(scores + 4 * (at - first), STRIDE, heads, sums)
 
 
-@borrowing
 def _score_pairs(
     rows: Any, tag: Any, full: Any, rest: Any, form: Any, first: int, last: int, end: int, scratch: Any, packed: Any
 ) -> None:  # fmt: skip
@@ -364,7 +366,6 @@ def _score_pairs(
     )  # fmt: skip
 
 
-@borrowing
 def _finish_pairs(
     rows: Any, form: Any, first: int, last: int, scores: int, bent: int, target: Any
 ) -> None:  # fmt: skip
@@ -409,7 +410,6 @@ def _add_tokens(
         store_tile(sums + 4 * d, 4 * dim, heads, tile)
 
 
-@borrowing
 def _add_pairs(
     rows: Any, tag: Any, full: Any, rest: Any, form: Any, part: int, first: int, last: int, end: int, weights: int,
     sums: int, packed: Any, spare: int,
@@ -422,7 +422,6 @@ def _add_pairs(
     )  # fmt: skip
 
 
-@borrowing
 def _add_squares(rows: Any, first: int, pairs: int, group: int, weights: int, fades: int, sums: int) -> None:
     """Add a step's drawn pairs to Σ (1 - x) y² [G] at `sums`, relative to the heads' peaks.
 
@@ -465,7 +464,7 @@ def _list_pairs(
 ) -> int:  # fmt: skip
     """List the pairs begin..begin+count-1 of a (row, KV head)'s list; return how many of them are packed."""
     blocks, kv_heads, step = attention.blocks, attention.counts.shape[1], STEP_TOKENS // 2
-    dim, block_size, skips = attention.query.shape[2], blocks.block_size, len(pairs.skipped) > 0
+    dim, block_size, skips = attention.form.dim, blocks.block_size, len(pairs.skipped) > 0
     b, h, line, block_ptr = head // kv_heads, head % kv_heads, dim * blocks.tag.itemsize, blocks.block_ptr
     items, weights, table, holes = attention.items[b, h], pairs.weights[b, h], blocks.table[b], blocks.holes[b]
     valid, skipped = blocks.valid[b], pairs.skipped[b if skips else 0 : (b if skips else 0) + 1]
@@ -512,7 +511,7 @@ def _list_following(attention: Any, rows: Any, at: int, head: int, begin: int, c
     blocks, kv_heads = attention.blocks, attention.counts.shape[1]
     block_size, line, keys, values = (
         blocks.block_size,
-        attention.query.shape[2] * blocks.tag.itemsize,
+        attention.form.dim * blocks.tag.itemsize,
         rows.keys,
         rows.values,
     )
@@ -532,7 +531,7 @@ def _list_following(attention: Any, rows: Any, at: int, head: int, begin: int, c
 _score_step = by_class({BlockRows: _score_blocks, PairRows: _score_pairs})
 _finish_scores = by_class({BlockRows: _finish_blocks, PairRows: _finish_pairs})
 _add_step = by_class({BlockRows: _add_blocks, PairRows: _add_pairs})
-_add_step_squares = by_class({PairRows: _add_squares})
+_add_step_squares = by_class({BlockRows: _no_squares, PairRows: _add_squares})
 
 
 @borrowing
@@ -567,7 +566,6 @@ def _attend_step(
         _add_step(rows, tag, full, rest, form, part, first, last, end, weights, sums, packed, scratch.spare)
 
 
-@borrowing
 def _attend_blocks(
     pairs: Any, full: Any, rest: Any, attention: Any, packed: Any, form: Any, lists: Any, scratch: Any, target: Any,
     head: int, begin: int, count: int, other: int, start: int, ahead: int, length: int,
@@ -592,7 +590,6 @@ def _attend_blocks(
         _attend_step(rows, blocks.tag, full, rest, form, first, last, 0, scratch, target, packed)
 
 
-@borrowing
 def _attend_pairs(
     pairs: Any, full: Any, rest: Any, attention: Any, packed: Any, form: Any, lists: Any, scratch: Any, target: Any,
     head: int, begin: int, count: int, other: int, start: int, ahead: int, length: int,
@@ -615,15 +612,16 @@ _attend_list = by_class({NoneType: _attend_blocks, Pairs: _attend_pairs})
 
 
 @jit
-def attention_lists(attention: Any, packed: Any) -> Any:
+def attention_lists(form: Any, packed: Any, capacity: int, parts: int) -> Any:
     """Memory for the tokens of one part at a time: `PairRows`, of which blocks use `keys` alone.
 
     Args:
-        packed: that of the attention's blocks.
+        form, packed, parts: of the attention and its blocks.
+        capacity: items of a list.
     """
-    step = max(1, STEP_TOKENS // attention.unit)
-    most = most_part_items(attention.items.shape[2], attention.parts, attention.unit, step) + 2 * step
-    tokens = 2 * most if attention.unit == 2 else 0
+    step = max(1, STEP_TOKENS // form.unit)
+    most = most_part_items(capacity, parts, form.unit, step) + 2 * step
+    tokens = 2 * most if form.unit == 2 else 0
     return PairRows(
         np.empty(max(most, tokens), np.int64),
         np.empty(tokens, np.int64),
@@ -634,11 +632,10 @@ def attention_lists(attention: Any, packed: Any) -> Any:
 
 
 @jit
-def attention_scratch(attention: Any) -> Array:
+def attention_scratch(form: Any, packed: Any) -> Array:
     """Memory for `Scratch`, float32."""
-    group, row = attention.query.shape[1] // attention.counts.shape[1], 4 * attention.query.shape[2]
-    spare = spare_bytes(attention.blocks.packed, attention.query.shape[2], attention.blocks.block_size)
-    return np.zeros((128 + (group + 1) * row + 2 * group * STRIDE + spare) // 4, np.float32)
+    row, spare = 4 * form.dim, spare_bytes(packed, form.dim, form.block_size)
+    return np.zeros((128 + (form.group + 1) * row + 2 * form.group * STRIDE + spare) // 4, np.float32)
 
 
 @borrowing
@@ -651,25 +648,24 @@ def attend_part(
         floats, lists: from `attention_scratch` and `attention_lists`.
         following: another part; the number of all parts: none.
     """
-    query, counts, parts, unit = attention.query, attention.counts, attention.parts, attention.unit
-    dim, group, step = query.shape[2], query.shape[1] // counts.shape[1], max(1, STEP_TOKENS // unit)
-    head, part, wants_kbar = task // parts, 4 * group * dim, attention.kbar.shape[0] > 0
+    form, counts, parts, unit = attention.form, attention.counts, attention.parts, attention.form.unit
+    dim, group, step = form.dim, form.group, max(1, STEP_TOKENS // unit)
+    head, part, wants_kbar = task // parts, 4 * group * dim, attention.kbar != 0
     queries = (address_of(floats) + 63) & ~63
     zero = queries + part + 2 * group * STRIDE
-    form = Form(group, dim, attention.blocks.block_size, unit, attention.cap)
     scratch = Scratch(queries, queries + part, zero, zero + 4 * dim)
     begin, count = part_of(task, parts, unit, step, counts)
     start, ahead = 0, 0
     if following < parts * counts.size:
         start, ahead = part_of(following, parts, unit, step, counts)
-    sums, raw, raw_stride = address_of(attention.partial) + task * 4 * attention.partial.shape[1], 0, 0
-    if attention.scores.shape[0] > 0:
-        raw_stride = 4 * attention.scores.shape[2]
-        raw = address_of(attention.scores) + head * group * raw_stride + 4 * begin * unit
+    sums, raw, raw_stride = attention.partial + task * attention.step, 0, 0
+    if attention.scores != 0:
+        raw_stride = 4 * unit * attention.items.shape[2]
+        raw = attention.scores + head * group * raw_stride + 4 * begin * unit
     state = sums + partial_state(group, dim, wants_kbar)
     target = Target(sums, sums + part if wants_kbar else 0, state, raw, raw_stride)
     for place in range(0, part, 64):
-        source = address_of(query) + head * part + place
+        source = attention.query + head * part + place
         store(queries + place, load_f32(source) * splat(np.float32(attention.scale)))
     clear_part(sums, dim, group, wants_kbar)
     _attend_list(
@@ -679,17 +675,20 @@ def attend_part(
     hold(floats)
 
 
-@borrowing
+def _no_errors(pairs: Any, attention: Any, head: int) -> None:
+    return
+
+
 def _write_errors(pairs: Any, attention: Any, head: int) -> None:
     """Write the heads' errors [G] after their parts were merged, and count them (see the module's description)."""
-    kv_heads, dim, parts = attention.counts.shape[1], attention.query.shape[2], attention.parts
-    group, step = attention.query.shape[1] // kv_heads, 4 * attention.partial.shape[1]
-    state = partial_state(group, dim, attention.kbar.shape[0] > 0)
-    origin, b, first = address_of(attention.partial) + head * parts * step, head // kv_heads, head % kv_heads * group
+    kv_heads, dim, parts, group = attention.counts.shape[1], attention.form.dim, attention.parts, attention.form.group
+    state = partial_state(group, dim, attention.kbar != 0)
+    origin, b = attention.partial + head * parts * attention.step, head // kv_heads
+    first = head % kv_heads * group
     for g in range(group):
         square = 0.0
         for part in range(parts):
-            at = origin + part * step + state + 4 * g
+            at = origin + part * attention.step + state + 4 * g
             share = np.float64(get(at + 8 * group))
             square += share * share * get(at + 12 * group)
         error = math.sqrt(_EVEN * square) * pairs.portion[b, first + g]
@@ -702,19 +701,17 @@ def _write_errors(pairs: Any, attention: Any, head: int) -> None:
             add_to(pairs.tally, 2 + number, 1)
 
 
-_finish_errors = by_class({Pairs: _write_errors})
+_finish_errors = by_class({NoneType: _no_errors, Pairs: _write_errors})
 
 
 @borrowing
 def merge_head(attention: Any, head: int) -> None:
     """Merge the parts of one (row, KV head)."""
-    kv_heads, dim, parts = attention.counts.shape[1], attention.query.shape[2], attention.parts
-    group, step = attention.query.shape[1] // kv_heads, 4 * attention.partial.shape[1]
-    origin, at = address_of(attention.partial) + head * parts * step, 4 * head * group * dim
-    b, heads = head // kv_heads, slice(head % kv_heads * group, (head % kv_heads + 1) * group)
+    kv_heads, dim, parts, group = attention.counts.shape[1], attention.form.dim, attention.parts, attention.form.group
+    origin, at = attention.partial + head * parts * attention.step, 4 * head * group * dim
+    lse = attention.lse[head // kv_heads, head % kv_heads * group : (head % kv_heads + 1) * group]
     merge_parts(
-        origin, parts, step, dim, group, attention.kbar.shape[0] > 0, attention.lse[b, heads],
-        address_of(attention.out) + at, address_of(attention.kbar) + at,
+        origin, parts, attention.step, dim, group, attention.kbar != 0, lse, attention.out + at, attention.kbar + at
     )  # fmt: skip
     _finish_errors(attention.pairs, attention, head)
 
@@ -725,7 +722,8 @@ def attention_kernel(
 ) -> None:  # fmt: skip
     """One task = one part of the list of one (row, KV head); the thread that finishes its last part merges them."""
     parts, packed = attention.parts, attention.blocks.packed
-    floats, lists = attention_scratch(attention), attention_lists(attention, packed)
+    floats, capacity = attention_scratch(attention.form, packed), attention.items.shape[2]
+    lists = attention_lists(attention.form, packed, capacity, parts)
     task = count_up(ticket, 0)
     while task < tasks:
         following = reserve(ticket, tasks)
@@ -734,6 +732,10 @@ def attention_kernel(
             merge_head(attention, task // parts)
         count_up(ticket, 1)
         task = following if following < tasks else count_up(ticket, 0)
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)
 
 
 def decode_attention(
@@ -783,26 +785,26 @@ def decode_attention(
     require("counts", counts, I32, shape[:2])
     require("out", out, F32, query.shape)
     require("lse", lse, F32, (batch, query_heads))
-    kbar = _NOT_WANTED if kbar is None else kbar
-    if len(kbar):
+    if kbar is not None:
         require("kbar", kbar, F32, query.shape)
-    scores = _NOT_WANTED if scores is None else scores
     if pairs is not None:
         pairs.check(shape, query_heads, length)
-        if len(scores):
+        if scores is not None:
             raise ValueError("scores are written for blocks; pass scores=None with pairs")
-    elif len(scores):
+    elif scores is not None:
         require("scores", scores, F32, (batch, query_heads, capacity * blocks.block_size))
     unit, heads = blocks.block_size if pairs is None else 2, batch * kv_heads
     tokens = capacity * unit
     # The split depends on shapes and counts alone, so that results are the same on any number of threads.
     parts = max(1, min(-(-tokens // PART_TOKENS), PARTS // heads))
-    partial, finished = partial_results(heads * parts, group, dim, len(kbar) > 0), np.zeros(heads, np.int64)
+    partial, finished = partial_results(heads * parts, group, dim, kbar is not None), np.zeros(heads, np.int64)
+    form = Form(group, dim, blocks.block_size, unit, cap_of(softcap) or 0.0)
     attention = Attention(
-        query, blocks, items, counts, unit, pairs, float(scale), cap_of(softcap) or 0.0, out, lse, kbar, scores,
-        parts, partial,
+        blocks, items, counts, pairs, lse, form, float(scale), query.ctypes.data, out.ctypes.data, _address(kbar),
+        _address(scores), partial.ctypes.data, 4 * partial.shape[1], parts,
     )  # fmt: skip
     cost = heads * tokens * 2 * dim * blocks.tag.itemsize
     return Launch(
-        attention_kernel, heads * parts, (*head_tiles(group), attention, int(length), finished), cost, counters=finished
-    )
+        attention_kernel, heads * parts, (*head_tiles(group), attention, int(length), finished), cost,
+        (query, out, kbar, scores, partial), finished,
+    )  # fmt: skip

@@ -291,7 +291,9 @@ def draw_head(
         The list's new length; more than `limit` if there was no room for all.
     """
     first = max(first, begins)
-    shares = np.empty(min(each, max(last - first, 0)) + 16, np.float32)
+    if first >= last:  # padding alone
+        return count
+    shares = np.empty(min(each, last - first) + 16, np.float32)
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
         size, places = 4 * (end - begin), address_of(order) + 4 * (begin - begins)

@@ -74,7 +74,7 @@ def score_keys(
     heads: Any, done: int, tag: Any, address: int, ahead: int, query: int, dim: int, block_size: int, scores: int,
     stride: int, packed: Any, spare: int,
 ) -> None:  # fmt: skip
-    """`block.score_block` of a record for a register tile of heads, from head `done` of the group on (`each_tile`)."""
+    """`block.score_block` of a record for a register tile of heads, from head `done` on (`launch.by_tiles`)."""
     query, scores, ahead = query + 4 * done * dim, scores + done * stride, ahead if done == 0 else 0
     if packed is not None and is_packed(address):
         score_packed(packed, heads, address - 1, ahead, query, dim, block_size, scores, stride, spare)

@@ -134,7 +134,8 @@ def _choose(choice: Any, b: int, h: int) -> None:
 def _attend(attending: Any, head: int) -> None:
     """Attend the chosen blocks of one (row, KV head) in the parts of `attention_kernel`, for the same bits."""
     attention, parts = attending.attention, attending.attention.parts
-    floats, lists = attention_scratch(attention), attention_lists(attention, attention.blocks.packed)
+    packed, capacity = attention.blocks.packed, attention.items.shape[2]
+    floats, lists = attention_scratch(attention.form, packed), attention_lists(attention.form, packed, capacity, parts)
     for task in range(head * parts, (head + 1) * parts):
         none = attention.counts.size * parts
         attend_part(attending.full, attending.rest, attention, floats, lists, task, none, attending.length)
@@ -174,8 +175,8 @@ def whole_tasks(choice: Launch, attention: Launch, lists: TaskLists) -> Launch:
     chosen, attended = choice.arg("choice").chosen, attention.arg("attention")
     if attended.items is not chosen.blocks or attended.counts is not chosen.counts:
         raise ValueError("the attention is to other blocks than those that are chosen; prepare both on the same arrays")
-    if len(attended.kbar) or len(attended.scores):
+    if attended.kbar or attended.scores:
         raise ValueError("tasks return neither kbar nor scores; prepare the attention without them")
     require("order", lists.order, I32, (2, chosen.counts.size))
     args = (lists, choice.arg("choice"), Attending(*attention.args))
-    return Launch(task_kernel, chosen.counts.size, args, choice.cost + attention.cost, dealt=True)
+    return Launch(task_kernel, chosen.counts.size, args, choice.cost + attention.cost, attention.keep, dealt=True)
