@@ -25,6 +25,7 @@ from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import make_budget, resident_tokens
 from hf_offload.cache.progress import PromptProgress
+from hf_offload.cache.residence import Residence, append_bytes
 from hf_offload.cache.settings import AUTO, Settings, check_sizes, check_tier
 from hf_offload.cache.settings import BLOCK_SIZES as BLOCK_SIZES
 from hf_offload.cache.stats import LayerStats, Pace, Stats
@@ -70,8 +71,8 @@ class HybridCache(Cache):
         tier: None: two memories for a model on a GPU, one for a model on the CPU. `"split"`: two memories on the CPU,
             to try what a GPU would do. `"one"`: one memory; a ValueError for a model on a GPU.
         block_size: tokens in a block: 8, 16, 32, 64 or 128; None: the policy's own, 32 or 16.
-        resident: tokens that a row and KV head keeps on the device, with two memories; None: one and a half budgets, or
-            the window.
+        resident: tokens that a row and KV head keeps on the device, with two memories. `"auto"` (or None): all, while a
+            GPU has room for them, else one and a half budgets, or the window (`docs/scale.md`).
         device_budget: in place of `resident`: device memory for the resident blocks of all layers, in bytes or as a
             string such as `"2GiB"` or `"512MB"`. All layers get an equal share. It covers the digests of the first
             tokens; digests of later ones come on top. Or `"64 blocks"`: for each row and KV head of a layer.
@@ -108,7 +109,7 @@ class HybridCache(Cache):
         *,
         tier: str | None = None,
         block_size: int | None = None,
-        resident: int | None = None,
+        resident: int | str | None = AUTO,
         device_budget: int | str | None = None,
         host_dtype: str | None = None,
         prefill_tile: int = 4096,
@@ -132,7 +133,14 @@ class HybridCache(Cache):
         check_choice("digest", self.policy.requirements.digest, (None, *DIGESTS))
         held = held_layers(config, stock)
         check_held(type(model).__name__, stock, held)
-        budget = make_budget(device_budget, resident, sum(held), self.policy, block_size, two_memories=two_memories)
+        if isinstance(resident, str) and resident != AUTO:
+            raise ValueError(f'resident={shown(resident)} is no number of tokens; use one, or "{AUTO}"')
+        given = None if isinstance(resident, str) else resident
+        budget = make_budget(device_budget, given, sum(held), self.policy, block_size, two_memories=two_memories)
+        least = resident_tokens(given, self.policy, block_size)
+        residence = None
+        if two_memories and given is None and budget is None and self.policy.requirements.holds_all:
+            residence = Residence(least // block_size, append_bytes(config))
         captured = self._may_capture(model, config, cuda_graph, host_dtype)
         checks = None
         if check_every is not None:
@@ -141,12 +149,13 @@ class HybridCache(Cache):
             policy=self.policy,
             tier=tier,
             block_size=block_size,
-            resident=resident_tokens(resident, self.policy, block_size),
+            resident=least,
             prefill_tile=prefill_tile,
             worker=Worker(default_threads(model) if threads is None else threads, timeout),
             padding=Padding(block_size),
             host_dtype=host_dtype,
             device_budget=budget,
+            residence=residence,
             progress=PromptProgress() if progress else None,
             checks=checks,
         )
@@ -157,7 +166,7 @@ class HybridCache(Cache):
         self._knobs: dict[str, Any] = {
             "tier": tier,
             "block_size": block_size,
-            "resident": resident,
+            "resident": given,
             "device_budget": device_budget,
             "host_dtype": host_dtype,
             "prefill_tile": prefill_tile,
@@ -186,6 +195,8 @@ class HybridCache(Cache):
         self.transaction = Transaction(self.layers, settings, self.fallback.undo)
         self.graph = StepGraph(self, auto=cuda_graph == AUTO) if captured else None
         self._graphed = graphed(model) if captured else None
+        if residence is not None:
+            residence.serve(hybrid_layers(self), weakref.WeakMethod(self.graph.close) if self.graph else None)
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
             layer.modules, layer.transaction = owned.__contains__, weakref.ref(self.transaction)
@@ -412,6 +423,8 @@ class HybridCache(Cache):
             self.transaction.commit()
             self._looks_ahead, self._pace = None, Pace()
             self.settings.drafts.forget()
+            if self.settings.residence is not None:
+                self.settings.residence.forget()
             for i, fresh in enumerate(stock_layers(self._config)):
                 layer = self.layers[i]
                 if isinstance(layer, HybridLayer):

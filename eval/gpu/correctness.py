@@ -56,9 +56,9 @@ class Suite(NamedTuple):
 SUITES = {
     "flags": Suite([*FLAGS, "-m", "gpu"], seconds=60, workers=1),
     "a first graph": Suite([GRAPH, "-m", "gpu", "-k", "eager_steps and scout-attend and llama"], seconds=90, workers=1),
-    "kernels against their references": Suite(["tests", *ELSEWHERE, *WITHOUT, "-m", "gpu"]),
-    "exactness": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}),
     "graphs against eager steps": Suite([GRAPH, "-m", "gpu"], workers=1),
+    "kernels against their references": Suite(["tests", *ELSEWHERE, *WITHOUT, "-m", "gpu"], workers=8),
+    "exactness": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}, workers=8),
     "exactness, every hand-over late": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", DELAY: "2"}),
     "caches and models": Suite([*MODELS, *ON_GPU, "-k", NOT_ON_GPU], {DEVICE: "cuda"}),
     "torch forms, compiling": Suite(["tests/gpu", *ON_GPU]),

@@ -136,6 +136,8 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     with uncast(layer.device_type), layer.mirror.current():
         if layer.unplaced:
             decode_split.place(layer, query)
+        if layer.is_dense(layer.past + 1):
+            return
         step = SplitStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
         layer.policy.before_layer(step)
 
@@ -183,7 +185,7 @@ def decode(
     if checks is not None and checks.due(layer.index, layer.stats.steps):
         step.check()
     layer.ahead = None
-    layer.stats.steps += 1
+    layer.stats.count_step(dense=False)
     if store.format.packs:
         store.pack_old(length - 1)  # before the next read; without the new token, which may be undone
     layer.policy.after_layer(step, step.plan)

@@ -8,8 +8,10 @@ import torch
 
 from hf_offload.attention.checking import Outcome, check
 from hf_offload.attention.step_split import SplitStep
+from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.blocks.sealing import seal, seal_waiting
 from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory_budget import check_slots
 from hf_offload.gpu import kv_copy
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.policies.base import Partial, Plan
@@ -28,8 +30,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     assert resident is not None
     resident.clear()
     seal_waiting(store, layer.settings.prefill_tile)
-    if layer.state.slots not in (None, resident.slots):
-        resident = layer.resize_resident(layer.state.slots)
+    resident = _resized(layer)
     store.reserve_table(store.num_blocks + 2)  # includes the next block
     resident.reserve()
     starts_block = store.length % store.block_size == 0
@@ -37,7 +38,8 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     queries = query if layer.last_queries is None else layer.last_queries.values
     assert layer.scores is not None
     step = SplitStep(layer, queries, store.length, layer.scores)
-    chosen = layer.policy.place(step, slots)
+    all_fit = layer.requirements.holds_all and layer.fits_device(store.length + 1)
+    chosen = step.recent(slots) if all_fit else layer.policy.place(step, slots)
     # The tail must have a slot and comes last in ascending order: surplus blocks are dropped from the front.
     counts = chosen.counts.clamp(max=slots)
     skipped = (chosen.counts - counts)[..., None]
@@ -53,6 +55,32 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     store.pool.release(store.pool.allocate(store.batch))
     store.reserve_digests()
     layer.unplaced = False
+
+
+def _resized(layer: HybridLayer) -> ResidentSet:
+    """The layer's resident set, in another size where its policy or `resident="auto"` wants one.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for the least number of slots.
+    """
+    resident, residence = layer.resident, layer.settings.residence
+    assert resident is not None
+    slots = layer.state.slots
+    if slots is not None:
+        check_slots(slots, layer.settings.block_size, f"the window of {layer.policy}")
+    elif residence is not None:
+        slots = residence.slots(layer)
+    while slots is not None and slots != resident.slots:
+        if residence is not None and resident.slots:
+            residence.release()
+        try:
+            return layer.resize_resident(slots)
+        except torch.OutOfMemoryError:
+            lower = None if residence is None else residence.lower(layer, slots)
+            if lower is None:
+                raise
+            slots = lower
+    return resident
 
 
 def _open_block(layer: HybridLayer) -> None:
@@ -114,7 +142,7 @@ def decode(
     checks = layer.settings.checks
     if checks is not None and layer.mirror.capture is None and checks.due(layer.index, stats.steps):
         _check(step, plan, out, lse, host, sinks)
-    stats.steps += 1
+    stats.count_step(dense=step.dense)
     if plan.host is None:
         step.cpu_ratio = torch.zeros((), device=query.device, dtype=torch.float32)
     else:
@@ -124,7 +152,8 @@ def decode(
         assert plan.host.predicted is not None
         layer.count("cosine", torch.cosine_similarity(plan.host.predicted, step.query, dim=-1).mean())
     layer.ahead = None
-    layer.policy.after_layer(step, plan)
+    if not step.dense:
+        layer.policy.after_layer(step, plan)
     if layer.mirror.capture is None:
         close_step(layer)
         if fresh:
@@ -162,4 +191,7 @@ def close_step(layer: HybridLayer) -> None:
         return
     resident.store_block(store.sealed, store.length)
     seal(store, store.block_size, resident.keys(store.sealed), wait=False)
-    _open_block(layer)
+    if layer.outgrown:
+        layer.unplace()
+    else:
+        _open_block(layer)

@@ -22,7 +22,7 @@ from hf_offload.gpu.block_topk import select_blocks, split_blocks
 from hf_offload.gpu.digest_scores import join_heads
 from hf_offload.gpu.merge import merge
 from hf_offload.gpu.paged_attention import paged_attention
-from hf_offload.policies.base import HostPartial, Partial, Selection
+from hf_offload.policies.base import HostPartial, Partial, Plan, Selection
 from hf_offload.scores import Scores
 
 COMPARE_EVERY = 8  # steps between two comparisons of predicted and wanted blocks
@@ -52,7 +52,6 @@ class SplitStep(Step):
         self.query, self.resident, self.mirror = query.detach().float().contiguous(), layer.resident, layer.mirror
         self.query_shape = query.shape[0], query.shape[1]
         self.limits, self.valid = self.mirror.limits("step", length, self.store.sealed), self.mirror.valid()
-        self._resident_blocks: Selection | None = None
         self.cpu_ratio: Any = None
         """The host partial's tokens as a share of the budget (without one: of all tokens), once it has its result: fp32
         `[]` or a float."""
@@ -61,6 +60,14 @@ class SplitStep(Step):
     def sinks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First block and end of each row's sinks, int32 `[B]` each."""
         return self.mirror.sinks(self.layer.requirements.sinks)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether the step attends all tokens on the device, without its policy's choice."""
+        return self.layer.is_dense(self.length)
+
+    def make_plan(self) -> Plan:
+        return Plan(self.attend(self.all_blocks())) if self.dense else super().make_plan()
 
     def score(self, join: str, query: torch.Tensor | None = None) -> torch.Tensor:
         query = self.query if query is None else query
@@ -136,10 +143,8 @@ class SplitStep(Step):
 
     def all_blocks(self) -> Selection:
         shape, device = (self.store.batch, self.store.num_kv_heads, self.store.table.shape[1]), self.query.device
-        if self._all_resident:  # in the order of their slots: while all blocks are resident, free slots come last
-            held = self.resident.block_of
-            slots = self.mirror.numbers(held.shape[2]).expand_as(held).contiguous()
-            return self._selection(held, (held >= 0).sum(-1, dtype=torch.int32), slots)
+        if self._all_resident:
+            return self.resident_blocks()
         blocks = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
         count = (self.limits[:1] + self.block_size - 1) // self.block_size
         return self._selection(blocks, count.expand(shape[:2]).contiguous())
@@ -170,11 +175,15 @@ class SplitStep(Step):
         return not self.layer.unplaced and self.layer.fits_device(self.length)
 
     def resident_blocks(self) -> Selection:
-        if self._resident_blocks is None:
-            no_block, held = torch.iinfo(torch.int32).max, self.resident.block_of
-            blocks, slots = torch.where(held < 0, no_block, held).sort(-1)
-            self._resident_blocks = self._selection(blocks, (held >= 0).sum(-1, dtype=torch.int32), slots.int())
-        return self._resident_blocks
+        """As in `Step`: in the order of their slots; free ones, -1, come last while all blocks are resident."""
+        slots, counts = self.mirror.every_slot(*self.resident.block_of.shape)
+        return self._selection(self.resident.block_of, counts, slots)
+
+    def sorted_residents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers of the resident blocks, ascending, int32 `[B, Hkv, R]`, and how many they are, `[B, Hkv]`."""
+        held = self.resident.block_of
+        blocks = torch.where(held < 0, torch.iinfo(torch.int32).max, held).sort(-1)[0]
+        return blocks, (held >= 0).sum(-1, dtype=torch.int32)
 
     def split(self, selection: Selection) -> tuple[Selection, Selection | None]:
         if selection.slots is not None:
@@ -206,6 +215,8 @@ class SplitStep(Step):
 
     def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         resident = self.resident
+        if self._all_resident:
+            return self.attend(chosen)
         if resident.slots > chosen.items.shape[2]:  # other resident blocks stay while there are slots
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
         self.learn(score, 0.0)
@@ -267,6 +278,8 @@ class SplitStep(Step):
         self.resident.learn(score, self.limits, smoothing)
 
     def recall(self, clock: Any) -> None:
+        if self._all_resident:
+            return
         due = clock.due(self.cpu_ratio)
         if due is None:
             return

@@ -108,6 +108,11 @@ class ResidentSet:
         self.worth.copy_(score)
         self.known.copy_(limits[1:])
 
+    def free(self) -> None:
+        """Give the memory of the slots back; nothing is done with the set afterwards."""
+        self.wait()
+        self.pool = self.pool[:, :, :0].clone()
+
     def clear(self) -> None:
         """Make all slots free."""
         self.wait()

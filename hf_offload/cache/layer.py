@@ -20,7 +20,6 @@ from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.blocks.sealing import seal
 from hf_offload.blocks.view import DeviceView
 from hf_offload.cache.arrivals import unconsumed, unsuitable
-from hf_offload.cache.memory_budget import check_slots
 from hf_offload.cache.rollback import Snapshot, Snapshots
 from hf_offload.cache.settings import Settings
 from hf_offload.cache.stats import LayerStats, Tally
@@ -222,6 +221,8 @@ class HybridLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.check_arrivals(key_states, value_states)
+        if key_states.shape[2] > 1 and self.settings.residence is not None:
+            self.settings.residence.make_room(self.device, key_states.shape[0], key_states.shape[2])
         # `detach` gives new objects that carry the tag; the model's own tensors stay untagged.
         self.pending = pending = key_states.detach(), value_states.detach()
         pending[0]._hybrid_layer = pending[1]._hybrid_layer = self.tag  # type: ignore[attr-defined]
@@ -295,6 +296,18 @@ class HybridLayer(CacheLayerMixin):
         """Whether there is a slot for each block of `length` tokens, so that all of them are resident."""
         return self.resident is not None and -(-length // self.settings.block_size) <= self.resident.slots
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether all blocks are resident but the next one will not be, so that `Residence` is asked again."""
+        residence, length = self.settings.residence, self.past
+        if residence is None or not residence.decides(self.device):
+            return False
+        return self.fits_device(length) and not self.fits_device(length + 1)
+
+    def is_dense(self, length: int) -> bool:
+        """Whether a step with `length` tokens attends all of them on the device, without a choice."""
+        return not self.unplaced and self.fits_device(length) and self.policy.attends_all(self, length)
+
     def drain_ahead(self) -> None:
         """Wait for the host partial that was started a layer ahead, and drop it."""
         ahead, self.ahead = getattr(self, "ahead", None), None
@@ -356,8 +369,10 @@ class HybridLayer(CacheLayerMixin):
     def resize_resident(self, slots: int) -> ResidentSet:
         """Replace the resident set by an empty one with this many slots for each row and KV head."""
         assert self.store is not None
-        check_slots(slots, self.store.block_size, f"the window of {self.policy}")
-        self.resident, self.host_partial = ResidentSet(self.store, slots, self.mirror), None
+        assert self.resident is not None
+        self.resident.free()  # before there is another
+        self.host_partial = self._device_view = None
+        self.resident = ResidentSet(self.store, slots, self.mirror)
         return self.resident
 
     def write_back(self) -> None:
@@ -443,7 +458,8 @@ class HybridLayer(CacheLayerMixin):
             self.store.digests.frozen = False
         if self.resident is None:
             return
-        if snapshot.resident is None:
+        if snapshot.resident is None or snapshot.resident[0].shape != self.resident.block_of.shape:
+            self.unplaced = True
             self.resident.clear()
         else:
             self.resident.restore(snapshot.resident, f"a crop of layer {self.index}")
@@ -517,8 +533,10 @@ def open_layer(
         scored_on_host=layer.requirements.scored_on_host,
     )  # fmt: skip
     if layer.two_memories:
-        budget = settings.device_budget if layer.slots is None else None
-        slots = layer.slots or settings.resident // settings.block_size
+        budget, slots = settings.device_budget if layer.slots is None else None, layer.slots
+        if slots is None:
+            later = settings.residence is not None and settings.residence.decides(device)
+            slots = 0 if later else settings.resident // settings.block_size
         layer.mirror = settings.mirror(device)
         layer.tally.record_bytes = store.pool.record_bytes
         if budget is not None:

@@ -14,6 +14,7 @@ from hf_offload.blocks.padding import Padding
 from hf_offload.cache.checks import Checks
 from hf_offload.cache.memory_budget import DeviceBudget
 from hf_offload.cache.progress import PromptProgress
+from hf_offload.cache.residence import Residence
 from hf_offload.cache.rollback import Drafts
 from hf_offload.cpu.thread_pool import Worker
 from hf_offload.knobs import check_choice, check_count, shown
@@ -21,7 +22,7 @@ from hf_offload.policies.base import Policy
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 AUTO = "auto"
-"""Capture decode steps where a GPU runs the model and nothing speaks against it."""
+"""What fits the machine: whether decode steps are captured, how much is resident."""
 
 
 def check_block_size(block_size: object) -> None:
@@ -67,13 +68,14 @@ class Settings:
         policy: the policy.
         tier: `"one"` (one memory), `"split"` (two), or None: split if the model is on a device.
         block_size: tokens in a block.
-        resident: resident tokens for each row and KV head, a multiple of `block_size`.
+        resident: resident tokens for each row and KV head, a multiple of `block_size`; with `residence` the least.
         prefill_tile: cached tokens that a prompt or append attends at a time.
         worker: the thread pool.
         padding: validity of the cached tokens.
         host_dtype: format of older host blocks (`FORMATS`).
         mirrors: the `DeviceMirror`s by device.
         device_budget: gives the size of the resident sets in place of `resident`, or None.
+        residence: decides how many blocks are resident, or None.
         drafts: state of draft tokens.
         progress: progress bar of prompts, or None.
         checks: when steps are checked against full attention, or None.
@@ -89,6 +91,7 @@ class Settings:
     padding: Padding
     host_dtype: str | None = None
     device_budget: DeviceBudget | None = None
+    residence: Residence | None = None
     mirrors: dict[torch.device, DeviceMirror] = field(default_factory=dict)
     drafts: Drafts = field(default_factory=Drafts)
     progress: PromptProgress | None = None

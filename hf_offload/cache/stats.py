@@ -26,7 +26,7 @@ class LayerStats:
 
     Args:
         layer: its index in the model.
-        steps: decode steps.
+        steps: decode steps; dense_steps: those that attended all tokens on the device, without a choice.
         cpu_ratio: sum over steps of the CPU ratio: tokens attended by the CPU as a share of those attended within the
             budget; ratio_steps: number of these steps; cpu_ratio_by_step: ratios of the newest `KEEP_STEPS` of them.
         recalls: exchanges of resident blocks; recall_blocks: blocks moved; recall_bytes: bytes moved.
@@ -57,6 +57,7 @@ class LayerStats:
 
     layer: int
     steps: int = 0
+    dense_steps: int = 0
     cpu_ratio: float = 0.0
     ratio_steps: int = 0
     cpu_ratio_by_step: deque[float] = field(default_factory=lambda: deque(maxlen=KEEP_STEPS))
@@ -86,6 +87,11 @@ class LayerStats:
     reevaluation_seconds: float = 0.0
     retrievals: dict[str, Any] = field(default_factory=dict)
 
+    def count_step(self, *, dense: bool) -> None:
+        """Count a decode step."""
+        self.steps += 1
+        self.dense_steps += dense
+
     def as_dict(self) -> dict[str, Any]:
         """The counters as a dict, with means in place of sums (None where nothing was counted)."""
         row = asdict(replace(self, cpu_ratio_by_step=deque(), checked=Checked()))
@@ -101,6 +107,7 @@ class LayerStats:
         row["missed_mass"] = _mean(self.checked.missed_mass, self.checked.heads)
         row["output_error"] = _mean(self.checked.output_error, self.checked.heads)
         row["checked_errors"] = list(self.checked.errors)
+        row["dense_share"] = _mean(row.pop("dense_steps"), self.steps)
         row["recall_interval"] = _mean(self.steps, self.recalls)
         row["kept_share"] = _mean(sum(self.kept_share_by_head), len(self.kept_share_by_head))
         return row
@@ -261,7 +268,7 @@ class Stats:
         total: dict[str, Any] = {"steps": max((row["steps"] for row in rows), default=0)}
         for key in (
             "cpu_ratio", "attended_tokens", "attended_share", "missed_mass", "output_error", "query_cosine",
-            "selection_overlap", "kept_share",
+            "selection_overlap", "kept_share", "dense_share",
         ):  # fmt: skip
             seen = [row[key] for row in rows if row[key] is not None]
             total[key] = _mean(sum(seen), len(seen))
@@ -302,12 +309,13 @@ class Stats:
         whole |= {"layer": "all", "kept_share_by_head": [s for row in self.layers for s in row.kept_share_by_head]}
         table = Table(title="HybridCache")
         columns = {
-            "layer": "layer", "steps": "steps", "cpu_ratio": "CPU ratio", "attended_tokens": "tokens",
-            "estimated_error": "error", "missed_mass": "missed", "output_error": "output error", "recalls": "recalls",
-            "recall_bytes": "recalled MiB", "resident_bytes": "resident MiB", "host_bytes": "host MiB",
-            "context_bytes": "kept MiB", "kept_share": "kept share", "kept_share_by_head": "by head",
-            "digest_bytes": "digest MiB", "retrievals": "retrieved", "wait_seconds": "waited s",
-            "query_cosine": "query cosine", "selection_overlap": "overlap",
+            "layer": "layer", "steps": "steps", "dense_share": "dense", "cpu_ratio": "CPU ratio",
+            "attended_tokens": "tokens", "estimated_error": "error", "missed_mass": "missed",
+            "output_error": "output error", "recalls": "recalls", "recall_bytes": "recalled MiB",
+            "resident_bytes": "resident MiB", "host_bytes": "host MiB", "context_bytes": "kept MiB",
+            "kept_share": "kept share", "kept_share_by_head": "by head", "digest_bytes": "digest MiB",
+            "retrievals": "retrieved", "wait_seconds": "waited s", "query_cosine": "query cosine",
+            "selection_overlap": "overlap",
         }  # fmt: skip
         columns = {key: title for key, title in columns.items() if whole[key]}
         for title in columns.values():

@@ -173,7 +173,8 @@ def seen_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Position of each listed token and whether it is below the length and valid, `[B, Hkv, C, block_size]` each."""
     batch, _, width = blocks.shape
-    listed = torch.arange(width, device=blocks.device) < counts.unsqueeze(-1)
+    most = (limits[0] + size - 1) // size
+    listed = (torch.arange(width, device=blocks.device) < counts.clamp(max=most).unsqueeze(-1)) & (blocks >= 0)
     numbers = blocks.masked_fill(~listed, 0).long()
     position = numbers.unsqueeze(-1) * size + torch.arange(size, device=blocks.device)
     seen = listed.unsqueeze(-1) & (position < limits[0])
@@ -232,7 +233,8 @@ def paged_attention_kernel(
 ):
     """One program = one split of one (row, KV head): a share of the tiles that are there, not of the capacity."""
     line, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    length, count = tl.load(limits), tl.load(counts + line)
+    length = tl.load(limits)
+    count = tl.minimum(tl.load(counts + line), tl.cdiv(length, SIZE))
     tiles = tl.cdiv(count * SIZE, TILE)
     share = tl.cdiv(tiles, splits)
     first = split * share
@@ -289,13 +291,15 @@ def paged_attention_kernel(
 def find_tokens(slots, blocks, valid, token, count, length, SIZE: tl.constexpr):
     """Slot of each token of a tile, and whether it is attended.
 
-    `token` counts through the listed blocks of one (row, KV head). Entries from `count` on are never read.
+    `token` counts through the listed blocks of one (row, KV head). Entries from `count` on are never read; a negative
+    one is no block.
     """
     entry = token // SIZE
     listed = entry < count
     slot = tl.load(slots + entry, mask=listed, other=0)
-    position = tl.load(blocks + entry, mask=listed, other=0) * SIZE + token % SIZE
-    seen = listed & (position < length)
+    block = tl.load(blocks + entry, mask=listed, other=-1)
+    position = block * SIZE + token % SIZE
+    seen = listed & (block >= 0) & (position < length)
     if valid is not None:
         seen = seen & (tl.load(valid + position, mask=seen, other=0) != 0)
     return slot, seen

@@ -75,6 +75,8 @@ class StepGraph:
         """Lengths in the next step, which kernels read."""
         self._all_resident: list[bool] = []
         """By layer, whether all blocks of the next step are resident: no host partial is captured then."""
+        self._dense: list[bool] = []
+        """By layer, whether the next step attends them all: nothing is chosen or predicted then."""
         self._output: Any = None
         self._finalizer: Any = None
         self._told: set[str] = set()
@@ -228,10 +230,10 @@ class StepGraph:
             self._inputs[name].copy_(value)
         self._cache.begin()
         try:
-            for layer in self.layers:
+            for layer, dense in zip(self.layers, self._dense, strict=True):
                 assert layer.store is not None
                 layer.store.length += 1
-                layer.stats.steps += 1
+                layer.stats.count_step(dense=dense)
             self._replay()
             self._prepare_next()
         except Exception:  # after an interruption the next `begin` rolls back
@@ -242,6 +244,8 @@ class StepGraph:
     def _prepare_next(self) -> None:
         """Prepare the next replay while the device is at work on this one."""
         self._prepared = None
+        if any(layer.unplaced for layer in self.layers):
+            return
         with suppress(MemoryError, RuntimeError):  # the next step meets them again, before anything has changed
             self._prepare_layers()
             if self._signature() == self._state:
@@ -267,6 +271,7 @@ class StepGraph:
         length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
         self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
         self._all_resident = [layer.fits_device(length + 1) for layer in self.layers]
+        self._dense = [layer.is_dense(length + 1) for layer in self.layers]
         first.mirror.sinks(first.requirements.sinks)
         first.mirror.valid()
 
@@ -277,7 +282,8 @@ class StepGraph:
         sinks = first.mirror.sinks(first.requirements.sinks)
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
-        return [layer.device_view() for layer in self.layers], self._all_resident, sizes, self._model_state
+        views = [layer.device_view() for layer in self.layers]
+        return views, self._all_resident, self._dense, sizes, self._model_state
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None

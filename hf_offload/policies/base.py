@@ -287,6 +287,7 @@ class Requirements:
         attends_blocks: whether steps attend blocks; False: the states hold copies of all attended tokens.
         query_window: number of a prompt's last queries to keep, for `Policy.place` and the states.
         learns_from_prompts: whether the states depend on a prompt's queries, and not on keys and values alone.
+        holds_all: whether it is of use that all blocks are resident, where a device has room for them.
         recalls: whether steps exchange resident blocks by their worth, for which a device sorts the slots.
         capturable: whether a decode step can be captured as a CUDA graph, that is, the host decides nothing in it.
     """
@@ -301,6 +302,7 @@ class Requirements:
     attends_blocks: bool = True
     query_window: int = 0
     learns_from_prompts: bool = False
+    holds_all: bool = False
     recalls: bool = True
     capturable: bool = False
 
@@ -315,8 +317,10 @@ class Requirements:
             object.__setattr__(self, "leaves_out", True)
         for name in ("sinks", "recent", "query_window"):
             check_count(name, getattr(self, name), least=0)
-        flags = "chooses_resident", "leaves_out", "attends_blocks", "learns_from_prompts", "recalls", "capturable"
-        for name in flags:
+        for name in (
+            "chooses_resident", "leaves_out", "attends_blocks", "learns_from_prompts", "holds_all", "recalls",
+            "capturable",
+        ):  # fmt: skip
             check_flag(name, getattr(self, name))
         check_choice("digest_memory", self.digest_memory, ("device", "host"))
         if not (self.digest is None or isinstance(self.digest, str)):
@@ -394,6 +398,10 @@ class Policy(ABC):
             two_memories: whether the cache has device and host memory, or one for both.
             on_device: whether the model computes on a device other than the CPU.
         """
+        return False
+
+    def attends_all(self, layer: HybridLayer, tokens: int) -> bool:
+        """Whether a step with `tokens` tokens, all of them resident, attends them all; `plan` is not asked then."""
         return False
 
     def window_tokens(self, length: int) -> int | None:

@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_offload.knobs import check_tokens, shown
 from hf_offload.policies.base import Plan, Selection
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
 
 BUDGET, SAMPLES = 2048, 512
 """Where neither `budget` nor `samples` is given: tokens, and `samples`."""
 SINKS = 4
 """First tokens that are always attended: a digest says little of keys that attract every query."""
+
+
+DENSE_BYTES = 640 << 20
+"""Keys and values of a layer, all rows, that a GPU attends in less time than it takes to choose among them."""
+
+
+def check_dense(dense: object) -> None:
+    """Check the knob `dense`.
+
+    Raises:
+        ValueError: the value is not allowed.
+    """
+    if dense != "auto" and not isinstance(dense, bool):
+        raise ValueError(f'dense={shown(dense)} is not True, False or "auto"; use one of these')
+
+
+def attends_all(dense: bool | str, layer: HybridLayer, tokens: int, budget: int) -> bool:
+    """`Policy.attends_all` by the knob `dense`: "auto": within the budget, and where a choice would take longer.
+
+    Args:
+        dense: the knob.
+        layer: the layer.
+        tokens: of a row.
+        budget: tokens that a step would attend.
+    """
+    if dense != "auto":
+        return bool(dense)
+    store = layer.store
+    assert store is not None
+    token_bytes = store.batch * store.num_kv_heads * store.pool.record_bytes / store.block_size
+    return tokens <= budget or tokens * token_bytes <= DENSE_BYTES
 
 
 @dataclass(frozen=True)
@@ -33,9 +65,9 @@ class BestBlocks:
         """How many blocks of a size are selected; rows of no more are attended whole."""
         return self.tokens // size
 
-    def predict(self, step: Step) -> Selection:
-        """Select by a predicted query."""
-        return step.choose(self.join, self.blocks(step.block_size))[1]
+    def predict(self, step: Step) -> tuple[Any, Selection]:
+        """Select by a predicted query; return its scores, too."""
+        return step.choose(self.join, self.blocks(step.block_size))
 
     def select(self, step: Step, predicted: Selection | None, smoothing: float) -> Selection:
         """Select by the real query; its scores are the blocks' worth.
@@ -50,9 +82,10 @@ class BestBlocks:
             step.compare(predicted, selection)
         return selection
 
-    def learn(self, step: Step, plan: Plan, smoothing: float) -> None:
-        """Learn the blocks' worth from a step that has run."""
-        return
+    def learn(self, step: Step, plan: Plan, score: Any, smoothing: float) -> None:
+        """Learn the blocks' worth from the prediction's scores, after a step that did without scores of its own."""
+        if score is not None:
+            step.learn(score, smoothing)
 
 
 @dataclass(frozen=True)
@@ -66,15 +99,15 @@ class DrawnPairs:
         """Rows of no more blocks are attended whole, with one memory."""
         return -(-self.tokens // size)
 
-    def predict(self, step: Step) -> Selection:
-        """As `BestBlocks.predict`."""
-        return step.draw(self.join, self.tokens)
+    def predict(self, step: Step) -> tuple[Any, Selection]:
+        """As `BestBlocks.predict`; a draw has no scores that the device could read."""
+        return None, step.draw(self.join, self.tokens)
 
     def select(self, step: Step, predicted: Selection | None, smoothing: float) -> Selection:
         """The predicted selection, or one by the real query."""
         return predicted or step.draw(self.join, self.tokens)
 
-    def learn(self, step: Step, plan: Plan, smoothing: float) -> None:
+    def learn(self, step: Step, plan: Plan, score: Any, smoothing: float) -> None:
         """The blocks' shares by the draw are their worth."""
         shares = None if plan.host is None else plan.host.block_shares()
         if shares is not None:

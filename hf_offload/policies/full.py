@@ -10,6 +10,7 @@ from hf_offload.policies.base import EVER, Plan, Policy, Requirements
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ class Full(Policy):
 
     @property
     def requirements(self) -> Requirements:
-        return Requirements(recalls=False, capturable=True)
+        return Requirements(holds_all=True, recalls=False, capturable=True)
+
+    def attends_all(self, layer: HybridLayer, tokens: int) -> bool:
+        return True
 
     def plan(self, step: Step) -> Plan:
         device, host = step.split(step.all_blocks())

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.knobs import Moved, check_choice, check_tokens, shown
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.choices import BUDGET
+from hf_offload.policies.choices import BUDGET, attends_all, check_dense
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
+    from hf_offload.cache.layer import HybridLayer
 
 JOINS = ("max", "mean", "raw")
 
@@ -33,6 +34,8 @@ class Quest(Policy):
             softmax of each head's scores.
         sinks: first tokens of a row that are always attended and resident, rounded up to blocks.
         recent: newest tokens in sealed blocks that are always attended and resident, rounded in the same way.
+        dense: whether steps attend all tokens while all are resident, without a choice: exact, and no digest is scored.
+            `"auto"`: within the budget, and where a GPU takes less time for it (`choices.DENSE_BYTES`).
 
     Raises:
         ValueError: a knob has a value that is not allowed, or is `samples`, which `scout` has.
@@ -45,6 +48,7 @@ class Quest(Policy):
     join: Literal["max", "mean", "raw"] = "raw"
     sinks: int = 0
     recent: int = 0
+    dense: Literal["auto"] | bool = "auto"
     samples: InitVar[int | None] = None
 
     def __post_init__(self, samples: int | None) -> None:
@@ -58,12 +62,17 @@ class Quest(Policy):
         check_tokens("recent", self.recent, least=0)
         check_choice("digest", self.digest, sorted(DIGESTS))
         check_choice("join", self.join, JOINS)
+        check_dense(self.dense)
 
     @property
     def requirements(self) -> Requirements:
         return Requirements(
-            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, capturable=True
-        )
+            budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, holds_all=True,
+            capturable=True,
+        )  # fmt: skip
+
+    def attends_all(self, layer: HybridLayer, tokens: int) -> bool:
+        return attends_all(self.dense, layer, tokens, self.budget)
 
     def plan(self, step: Step) -> Plan:
         """Choose blocks by the real query, fetch them and attend them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,7 +12,16 @@ from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
-from hf_offload.policies.choices import BUDGET, SAMPLES, SINKS, BestBlocks, DrawnPairs, check_samples
+from hf_offload.policies.choices import (
+    BUDGET,
+    SAMPLES,
+    SINKS,
+    BestBlocks,
+    DrawnPairs,
+    attends_all,
+    check_dense,
+    check_samples,
+)
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -33,14 +42,16 @@ class ScoutState(LayerState):
         clock: decides when the layer recalls.
         predicted: the next step's selection, made one layer early; or None.
         ahead: the host partial started with it, or None.
+        score: the prediction's scores, where they are the only ones, or None.
     """
 
     clock: RecallClock
     predicted: Selection | None = None
     ahead: BlockHostPartial | None = None
+    score: Any = None
 
     def cancelled(self) -> None:
-        self.predicted = self.ahead = None
+        self.predicted = self.ahead = self.score = None
 
     def unplaced(self, layer: HybridLayer) -> None:
         self.clock.reset()
@@ -92,9 +103,12 @@ class Scout(Policy):
             attended tokens.
         smoothing: recall ranks blocks by scores averaged over steps, with this weight on past steps, in [0, 1); 0: the
             last query alone (the paper's).
-        attend_resident: whether the device attends the `"selected"` resident blocks or `"all"` of them; with `samples`
-            always all.
+        attend_resident: whether the device attends `"all"` resident blocks or the `"selected"` ones (the paper's); with
+            `samples` always all. With all, a layer whose query is predicted scores no block with the real one: the CPU
+            attends what the prediction chose, and the blocks' worth is learnt from it.
         place_queries: how many of the prompt's last queries choose the first resident set.
+        dense: whether steps attend all tokens while all are resident, without a choice: exact, and no digest is scored.
+            `"auto"`: within the budget, and where a GPU takes less time for it (`choices.DENSE_BYTES`).
 
     Raises:
         ValueError: a knob has a value that is not allowed.
@@ -113,8 +127,9 @@ class Scout(Policy):
     recall: int | str | Path = ADAPTIVE
     threshold: float = 0.12
     smoothing: float = 0.8
-    attend_resident: Literal["selected", "all"] = "selected"
+    attend_resident: Literal["selected", "all"] = "all"
     place_queries: int = 16
+    dense: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
         check_samples(self.budget, self.samples, self.digest, self.join)
@@ -127,6 +142,7 @@ class Scout(Policy):
         check_choice("attend_resident", self.attend_resident, ("selected", "all"))
         check_number("threshold", self.threshold, "a share of the budget", above=0, below=1)
         check_flag("correction", self.correction)
+        check_dense(self.dense)
         check_number("smoothing", self.smoothing, "a weight", least=0, below=1)
         if self.synchronous_layers is not None:
             layers = self.synchronous_layers
@@ -154,6 +170,8 @@ class Scout(Policy):
             "synchronous_layers": (0,),
             "correction": False,
             "smoothing": 0.0,
+            "attend_resident": "selected",
+            "dense": False,
             **knobs,
         }
         return cls(budget=budget, **form)  # type: ignore[arg-type]
@@ -164,8 +182,11 @@ class Scout(Policy):
         return Requirements(
             budget=self.budget, sinks=self.sinks, recent=self.recent, digest=self.digest, leaves_out=True,
             digest_memory="host" if drawn else "device", chooses_resident=drawn, query_window=self.place_queries,
-            recalls=self.recall != 0, capturable=True,
+            holds_all=True, recalls=self.recall != 0, capturable=True,
         )  # fmt: skip
+
+    def attends_all(self, layer: HybridLayer, tokens: int) -> bool:
+        return attends_all(self.dense, layer, tokens, self.choice.tokens)
 
     def mode(self, index: int, *, two_memories: bool, on_device: bool) -> str:
         """The lookahead that a layer uses: `"attend"`, `"select"` or `"off"`; arguments as for `looks_ahead`."""
@@ -219,7 +240,7 @@ class Scout(Policy):
         """Select for the next layer by its predicted query, and start the host partial (alg. 1: 3-7)."""
         state: ScoutState = step.state
         layer = step.layer
-        state.predicted = self.choice.predict(step)
+        state.score, state.predicted = self.choice.predict(step)
         host = step.split(state.predicted)[1]
         if host is None:
             return
@@ -235,7 +256,10 @@ class Scout(Policy):
         blocks = choice.blocks(step.block_size)
         if not step.layer.two_memories and step.num_blocks <= blocks:  # no resident set whose worth needs scores
             return Plan(step.attend(step.all_blocks()), until=blocks + 1)
-        state.cancelled()
+        state.predicted = state.ahead = None
+        if ahead is not None and self.attend_resident == "all":  # nothing depends on the real query's scores
+            return Plan((*step.attend_split(step.resident_blocks(), None), ahead))
+        state.score = None
         selection = choice.select(step, predicted, self.smoothing)
         device, host = step.split(selection if ahead is not None else predicted or selection)
         if self.attend_resident == "all":
@@ -247,7 +271,7 @@ class Scout(Policy):
     def after_layer(self, step: Step, plan: Plan) -> None:
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
         if step.layer.two_memories:
-            self.choice.learn(step, plan, self.smoothing)
+            self.choice.learn(step, plan, step.state.score, self.smoothing)
             step.recall(step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:

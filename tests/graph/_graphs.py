@@ -13,6 +13,8 @@ from hf_offload.graph.cuda_graph import StepGraph, graphed
 
 KNOBS: dict[str, Any] = {"block_size": 16, "resident": 96, "tier": "split"}
 SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
+SELECTED: dict[str, Any] = {**SCOUT, "attend_resident": "selected"}
+"""What is attended does not depend on what is resident, which a step that is undone may change."""
 
 
 def graph_cache(model: PreTrainedModel, policy: str, *, auto: bool = False, **knobs: Any) -> HybridCache:

@@ -26,7 +26,7 @@ from transformers import (
 from hf_offload import HybridCache
 from hf_offload.graph import graph_support as support
 
-from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
+from ._graphs import KNOBS, SCOUT, SELECTED, graph_cache, logits_of
 
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -233,7 +233,7 @@ def test_a_step_that_reads_a_value_on_the_host_runs_eagerly(monkeypatch: pytest.
 
         monkeypatch.setattr(model.model.layers[2].mlp, "forward", reads)
         cache = (
-            graph_cache(model, "scout", auto=True, **SCOUT) if graph else HybridCache(model, "scout", **KNOBS, **SCOUT)
+            graph_cache(model, "scout", auto=True, **SELECTED) if graph else HybridCache(model, "scout", **KNOBS, **SELECTED)
         )
         with told_of() as found:
             rows.append(steps(model, cache, 150, 160))

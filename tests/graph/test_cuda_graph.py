@@ -25,7 +25,7 @@ from hf_offload.graph import cuda_graph as graph
 from hf_offload.graph import graph_capture as capture
 from hf_offload.graph.cuda_graph import StepGraph
 
-from ._graphs import KNOBS, SCOUT, graph_cache, logits_of
+from ._graphs import KNOBS, SCOUT, SELECTED, graph_cache, logits_of
 
 DRAWN: dict[str, Any] = {"samples": 60, "sinks": 16, "recent": 16, "synchronous_layers": (0,)}
 
@@ -184,8 +184,8 @@ def test_a_replay_that_was_interrupted_is_told_of_at_the_next_step(monkeypatch: 
 
     model = tiny_model("llama")
     ids, mask = prompt(2, 170)
-    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **SCOUT), ids, mask)
-    cache = graph_cache(model, "scout", **SCOUT)
+    want = logits_of(model, HybridCache(model, "scout", **KNOBS, **SELECTED), ids, mask)
+    cache = graph_cache(model, "scout", **SELECTED)
 
     def step(i: int) -> torch.Tensor:
         seen = mask[:, : i + 1]
@@ -221,7 +221,7 @@ def test_slow_threads_change_nothing() -> None:
 def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     ids, mask = prompt(1, 170)
-    knobs = {**SCOUT, "lookahead": "attend", "recall": 0}
+    knobs = {**SELECTED, "lookahead": "attend", "recall": 0}
     want = logits_of(model, HybridCache(model, "scout", **KNOBS, **knobs), ids, mask)
     cache = graph_cache(model, "scout", **knobs)
     with torch.no_grad(), monkeypatch.context() as patch:

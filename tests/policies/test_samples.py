@@ -219,7 +219,7 @@ def test_checks_of_two_memories_find_what_those_of_one_find(model_type: str) -> 
     model, found = model_of_type(model_type, "hybrid_sparse"), []
     for memory in ({}, {**SPLIT, "resident": 80}):
         knobs = {"budget": 64, "sinks": 16, "recent": 16, "block_size": BLOCK, "check_every": 1, **memory}
-        cache = hf_offload.HybridCache(model, "scout", **knobs)
+        cache = hf_offload.HybridCache(model, "scout", **knobs, attend_resident="selected")
         decode_logits(model, cache, ids, mask, None, STEPS)
         told = cache.stats().as_dict()
         true = [pair[1] for layer in told["layers"] for pair in layer["checked_errors"]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_number, check_tokens
 from hf_offload.policies.base import Plan, Policy, Requirements
+from hf_offload.policies.choices import check_dense
 from hf_offload.policies.fluxion.selector import SelectorState
 from hf_offload.policies.fluxion.step import attend_local, join, select
 
@@ -28,6 +29,8 @@ class FixedHybrid(Policy):
         digest: `"quest"` (the paper's), `"submean"` or `"mean"`.
         sinks: first tokens of a row that are always attended and resident.
         local: newest tokens that are always attended and resident.
+        dense: whether all blocks are resident where a device has room for them, and steps attend them all: `"auto"` and
+            True: they do, which is exact and takes less time than a choice on the CPU.
 
     Raises:
         ValueError: a knob has a value that is not allowed.
@@ -39,18 +42,24 @@ class FixedHybrid(Policy):
     digest: str = "quest"
     sinks: int = 64
     local: int = 256
+    dense: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
         check_number("budget", self.budget, "a share of the host's tokens", least=0, most=1)
         check_choice("digest", self.digest, sorted(DIGESTS))
         check_tokens("sinks", self.sinks, least=0)
         check_tokens("local", self.local, least=0)
+        check_dense(self.dense)
 
     @property
     def requirements(self) -> Requirements:
         return Requirements(
-            sinks=self.sinks, recent=self.local, digest=self.digest, digest_memory="host", leaves_out=self.budget < 1
-        )
+            sinks=self.sinks, recent=self.local, digest=self.digest, digest_memory="host",
+            leaves_out=self.budget < 1, holds_all=self.dense is not False,
+        )  # fmt: skip
+
+    def attends_all(self, layer: HybridLayer, tokens: int) -> bool:
+        return self.dense is not False
 
     def new_state(self, layer: HybridLayer) -> SelectorState:
         return SelectorState(layer)
