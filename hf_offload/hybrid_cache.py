@@ -183,8 +183,8 @@ class HybridCache(Cache):
         )
         self._attachment, self._watch = attach(model), watch(model)
         self._forking = threading.Lock()
-        self._looks_ahead: bool | None = None
-        device = on_device(model)
+        self._looks_ahead: dict[bool, bool] = {}
+        device = on_device(model) and captured
         self._may_look_ahead = any(
             self.policy.looks_ahead(layer.index, two_memories=two_memories, on_device=device)
             for layer in hybrid_layers(self)
@@ -250,12 +250,18 @@ class HybridCache(Cache):
     @property
     def looks_ahead(self) -> bool:
         """Whether any layer wants its query predicted; until the first token has arrived, whether one may."""
-        if self._looks_ahead is None:
+        captured = self.graph is not None and not self.graph.off
+        if captured not in self._looks_ahead:
             layers = hybrid_layers(self)
             if not all(layer.is_initialized for layer in layers):
                 return self._may_look_ahead
-            self._looks_ahead = any(layer.looks_ahead for layer in layers)
-        return self._looks_ahead
+            self._looks_ahead[captured] = any(
+                self.policy.looks_ahead(
+                    layer.index, two_memories=layer.two_memories, on_device=layer.on_device and captured
+                )
+                for layer in layers
+            )
+        return self._looks_ahead[captured]
 
     def predict_query(
         self, target: int, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -421,7 +427,7 @@ class HybridCache(Cache):
             if self.graph is not None:
                 self.graph.close()
             self.transaction.commit()
-            self._looks_ahead, self._pace = None, Pace()
+            self._looks_ahead, self._pace = {}, Pace()
             self.settings.drafts.forget()
             if self.settings.residence is not None:
                 self.settings.residence.forget()

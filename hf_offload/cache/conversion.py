@@ -15,6 +15,7 @@ from hf_offload.blocks.padding import Padding
 from hf_offload.blocks.sealing import seal
 from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.layer import HybridLayer, open_layer
+from hf_offload.cache.residence import Residence
 from hf_offload.cache.stock_layers import copy_layer
 
 
@@ -171,25 +172,29 @@ def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: 
         padding, copied: the validity of tokens of both caches.
     """
     copied.copy_from(padding.valid[:, : padding.seen], dense=padding.dense)
+    hybrid = [layer for layer in source if isinstance(layer, HybridLayer)]
+    room = any(layer.settings.residence is not None for layer in hybrid) and Residence.admits(hybrid)
     for index, layer in enumerate(source):
         if isinstance(layer, HybridLayer):
-            _fork(layer, target[index])
+            _fork(layer, target[index], whole=room or layer.is_least)
         else:
             target[index] = copy_layer(layer)
 
 
-def _fork(source: HybridLayer, target: HybridLayer) -> None:
+def _fork(source: HybridLayer, target: HybridLayer, *, whole: bool) -> None:
+    """Fill a layer of a fork; without its resident set unless `whole`, which its next step places."""
     target.scores, target.revision = source.scores, target.settings.padding.revision
     if source.store is None:
         return
     source.snapshots.clear()  # snapshots would restore blocks that are shared from here on
     source.write_back()
-    target.slots = None if source.resident is None else source.resident.slots
+    if source.resident is not None:
+        target.slots = source.resident.slots if whole else 0
     store = source.store
     open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device)
     assert target.store is not None
     share_blocks(target.store, source.store)
-    target.last_queries, target.unplaced = source.last_queries, source.unplaced
-    if target.resident is not None and source.resident is not None:
+    target.last_queries, target.unplaced = source.last_queries, source.unplaced or not whole
+    if target.resident is not None and source.resident is not None and whole:
         target.resident.copy_from(source.resident)
     target.state.share(target, source.state)

@@ -304,6 +304,12 @@ class HybridLayer(CacheLayerMixin):
             return False
         return self.fits_device(length) and not self.fits_device(length + 1)
 
+    @property
+    def is_least(self) -> bool:
+        """Whether a number of slots was given, or the least was taken; if not, the device's room has decided."""
+        least = self.settings.resident // self.settings.block_size
+        return self.settings.residence is None or (self.resident is not None and self.resident.slots == least)
+
     def is_dense(self, length: int) -> bool:
         """Whether a step with `length` tokens attends all of them on the device, without a choice."""
         return not self.unplaced and self.fits_device(length) and self.policy.attends_all(self, length)

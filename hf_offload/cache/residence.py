@@ -153,7 +153,8 @@ class Residence:
         layers = [layer() for layer in self._layers]
         return [layer for layer in layers if layer is not None and layer.is_initialized and layer.device == device]
 
-    def admits(self, layers: list[HybridLayer]) -> bool:
+    @staticmethod
+    def admits(layers: list[HybridLayer]) -> bool:
         """Whether the devices have room for copies of the resident sets of these layers."""
         need: dict[torch.device, int] = {}
         for layer in layers:

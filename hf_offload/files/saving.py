@@ -274,7 +274,7 @@ def _describe(layer: HybridLayer, ids: np.ndarray) -> dict[str, Any]:
         "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
         "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
         "blocks": [len(ids) - packed, packed], "scores": None if layer.scores is None else layer.scores._asdict(),
-        "placed": not layer.unplaced,
+        "placed": not layer.unplaced and layer.is_least,
         "queries_end": 0 if layer.last_queries is None else layer.last_queries.end,
     }  # fmt: skip
 
@@ -292,7 +292,7 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
         found["queries"] = layer.last_queries.values
     check_state(layer)
     found |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
-    if layer.resident is not None:
+    if layer.resident is not None and layer.is_least:
         resident = layer.resident
         found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.known}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}

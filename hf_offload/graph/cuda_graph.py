@@ -47,8 +47,10 @@ class StepGraph:
 
     def __init__(self, cache: Any, recorder: Callable[[], Any] = Recorder, *, auto: bool = False) -> None:
         self.layers, self.recorder, self.auto = hybrid_layers(cache), recorder, auto
-        self.off = False
+        self._off = False
         """Whether steps have proved not to be captured."""
+        self._off_since: int | None = None
+        """The placement of resident sets after which memory was lacking: until the next one steps run eagerly."""
         self._cache = weakref.proxy(cache)
         self._transaction = cache.transaction
         self._model: Callable[[], nn.Module | None] = cache._model
@@ -83,10 +85,20 @@ class StepGraph:
 
     def ready(self) -> bool:
         """Whether a step can be captured or replayed: the resident set of every layer is placed, no check is due."""
+        if self.off:
+            return False
+        if replaced := self._cache.fallback.reasons:  # by Transformers' own
+            self.give_up(f"layer {min(replaced)} keeps Transformers' own cache ({replaced[min(replaced)]})")
+            return False
         checks = self.layers[0].settings.checks
         if checks is not None and any(checks.due(layer.index, layer.stats.steps) for layer in self.layers):
             return False
         return self._unchanged() or all(layer.past and not layer.unplaced for layer in self.layers)
+
+    @property
+    def off(self) -> bool:
+        """Whether steps run eagerly: for ever, or until the next turn."""
+        return self._off or self._off_since == self.layers[0].stats.placements
 
     def tell(self, reason: str) -> None:
         """Warn, once for each reason, that steps run eagerly."""
@@ -152,9 +164,10 @@ class StepGraph:
         self._refresh()
 
     def _may_capture(self) -> bool:
-        """Whether the next step can be captured; if not, no later one is, for a reason that a warning tells."""
+        """Whether the next step can be captured; if not, none is in this turn, for a reason that a warning tells."""
         model = self._model()
         reason = doubt(model) if self.auto and model is not None else None
+        lasting = reason is not None
         if reason is None and not self._reachable():
             reason = "pinned host memory cannot be had"
         if reason is None and self.auto:
@@ -162,13 +175,16 @@ class StepGraph:
             vocabulary = getattr(self._cache._config, "vocab_size", 0)
             reason = lacking_room(first.device, capture_bytes(vocabulary, first.batch_size, first.dtype))
         if reason is not None:
-            self.give_up(reason)
+            self.give_up(reason, lasting=lasting)
         return reason is None
 
-    def give_up(self, reason: str) -> None:
-        """Run all further steps eagerly."""
+    def give_up(self, reason: str, *, lasting: bool = True) -> None:
+        """Run further steps eagerly: all, or those of this turn."""
         self.close()
-        self.off = True
+        if lasting:
+            self._off = True
+        else:
+            self._off_since = self.layers[0].stats.placements
         self.tell(reason)
 
     def _reachable(self) -> bool:
@@ -205,7 +221,8 @@ class StepGraph:
             except (NotCaptured, torch.OutOfMemoryError) as error:
                 if not self.auto:
                     raise
-                self.give_up(f"a step cannot be captured ({error.__cause__ or error})")
+                short = isinstance(error, torch.OutOfMemoryError)
+                self.give_up(f"a step cannot be captured ({error.__cause__ or error})", lasting=not short)
                 return None
         return self._output
 
@@ -464,7 +481,7 @@ class GraphedForward:
             return self._forward(*args, **kwargs)
         step = output = None
         replayed = getattr(self._local, "graphs", ())  # by the `generate` that calls
-        if not graph.off and graph.ready() and not cache.transaction.open:  # else `begin` reports it
+        if graph.ready() and not cache.transaction.open:  # else `begin` reports it
             step = _split_arguments(cache, named)
         if step is not None and graph.prepare(*step, same_model=bool(replayed) and graph in replayed):
             output = graph.run(self._forward, *step)

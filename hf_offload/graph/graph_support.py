@@ -19,13 +19,28 @@ from hf_offload.policies.base import Policy
 
 SAFE_FAILURES = (2, 12)
 """The first torch with which a capture that fails leaves the process intact."""
-TRIED = ("gpt_neox", "llama", "qwen3")
+TRIED = ("gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Model types whose captures have passed on a GPU with an older torch."""
 CAPTURE_BYTES = 64 << 20
 """Device memory of a capture beside its logits, roughly: workspaces of matrix products, segments of the allocator."""
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _OUR_ROOT = __name__.partition(".")[0]
 _KNOWN_ROOTS = ("torch", "transformers", "transformers_modules", _OUR_ROOT)
+_FOUR_BITS = ("Linear4bit", "LinearFP4", "LinearNF4")
+STATELESS: dict[str, tuple[str, ...] | None] = {
+    # Its 4-bit layers settle type and layout in their first forward; those of 8 bits look for outliers on the host.
+    "bitsandbytes": _FOUR_BITS,
+    # Layers of packed weights choose their kernels by shapes and types, which a captured step has fixed.
+    "awq": None,
+    "gptqmodel": None,
+    # Fused norms, activations and rotary positions are functions of their inputs.
+    "liger_kernel": None,
+    # Adapters are chosen by attributes, which `ModelState` compares.
+    "peft": None,
+}
+"""Packages whose modules hold no state that a replay misses, by root; the classes for which that is so, or all."""
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Attributes of a peft layer that decide what it computes."""
 
 
 def obstacle(model: nn.Module, policy: Policy, config: Any, host_dtype: str | None = None) -> str | None:
@@ -91,9 +106,18 @@ def doubt(model: nn.Module) -> str | None:
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             if _root(hook) not in _KNOWN_ROOTS:  # Transformers' own record outputs that no replayed step returns
                 return f"a hook of {path} would not be called"
-        if _root(module) not in (*_KNOWN_ROOTS, _root(model)):
+        if not _is_stateless(module, _root(model)):
             return f"{path} is a {type(module).__module__}.{type(module).__name__}, whose state a replay does not ask"
     return None
+
+
+def _is_stateless(module: nn.Module, own: str) -> bool:
+    """Whether a replay misses no state of a module; `own` is the package of its model."""
+    root = _root(module)
+    if root in STATELESS:
+        classes = STATELESS[root]
+        return classes is None or type(module).__name__ in classes
+    return root in (*_KNOWN_ROOTS, own)
 
 
 def _root(thing: Any) -> str:
@@ -126,8 +150,8 @@ def lacking_room(device: torch.device, nbytes: int) -> str | None:
 def tell_eager(reason: str, stacklevel: int) -> None:
     """Warn that decode steps run eagerly, and why."""
     warnings.warn(
-        f"decode steps run without a CUDA graph and take several times as long: {reason}; cuda_graph=False does so "
-        "without this warning",
+        f"decode steps run without a CUDA graph, several times as long, and look no layer ahead: {reason}; "
+        "cuda_graph=False does so without this warning",
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )
@@ -154,6 +178,13 @@ class ModelState:
         self._addresses = list(map(_address, found[len(known) :]))
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._count = sum(map(len, self._hooks))
+        self._adapted = [m for m in modules if _root(m) == "peft"]
+        self._adapters = self._held_adapters()
+
+    def _held_adapters(self) -> list[Any]:
+        """Return what the adapters are set to now."""
+        found = [getattr(module, name, None) for module in self._adapted for name in _ADAPTERS]
+        return [x.copy() if isinstance(x, list | dict) else x for x in found]
 
     def _held(self) -> list[Any]:
         """Return the modules and weights that are there now."""
@@ -167,6 +198,7 @@ class ModelState:
                 all(map(operator.is_, found, self._objects))  # the others come behind them
                 and list(map(_address, found[len(self._objects) :])) == self._addresses
                 and sum(map(len, self._hooks)) == self._count
+                and (not self._adapted or self._held_adapters() == self._adapters)
             )
         except (KeyError, TypeError):  # a weight or module is gone
             return False

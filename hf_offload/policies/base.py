@@ -396,7 +396,7 @@ class Policy(ABC):
         Args:
             index: number of the layer.
             two_memories: whether the cache has device and host memory, or one for both.
-            on_device: whether the model computes on a device other than the CPU.
+            on_device: whether the model computes on a device other than the CPU, in steps captured as a CUDA graph.
         """
         return False
 

@@ -92,7 +92,8 @@ class Scout(Policy):
         recent: newest tokens in sealed blocks that are always attended and resident, rounded in the same way.
         lookahead: `"attend"`: the CPU attends one layer early with the predicted query (the paper's). `"select"`:
             blocks are chosen and read, or pairs drawn, one layer early, and attended with the real query. `"off"`:
-            neither. `"auto"`: `"attend"` for a model on a GPU, `"off"` on the CPU. The first two need two memories:
+            neither. `"auto"`: `"attend"` in CUDA graphs, `"off"` in eager steps, where the prediction's launches take
+            longer than what it hides. The first two need two memories:
             there the device waits for the CPU; with one memory both would wait for the same cores.
         synchronous_layers: numbers of layers that use no predicted query; None: 0, 1 and 2, whose predictions are poor.
             Layer 0 never uses one.

@@ -1,0 +1,299 @@
+"""`resident="auto"`: how much is resident on a card of so much memory, pretended on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
+
+from hf_offload import HybridCache, Scout
+from hf_offload.blocks.resident_set import ResidentSet
+from hf_offload.cache import layer as layers
+from hf_offload.cache import residence
+
+BLOCK = 16
+SPLIT: dict[str, Any] = {"tier": "split", "block_size": BLOCK}
+SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
+LEAST = 144 // BLOCK  # slots: one and a half budgets
+SLOT = 4 * 2 * 2 * BLOCK * 16 * 4  # bytes of a slot, all layers and KV heads, one row
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "scout": SCOUT,
+    "quest": {"budget": 96},
+    "fixed_hybrid": {"sinks": 16, "local": 32},
+}
+
+
+class Card:
+    """A card of so many bytes, some of which other programs have.
+
+    Args:
+        nbytes: all of its memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.others = nbytes, 0
+        self.caches: list[HybridCache] = []
+
+    def free(self, device: torch.device) -> int:
+        """As `free_device_memory`."""
+        sets = [layer.resident for cache in self.caches for layer in cache.transaction.hybrid]
+        return self.nbytes - self.others - sum(each.nbytes for each in sets if each is not None)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Card]:
+    """A function that puts in a card with room for so many slots of one row."""
+
+    def put_in(slots: float) -> Card:
+        there = Card(residence.ROOM + int(slots * SLOT / residence.SHARE))
+        monkeypatch.setattr(residence, "free_device_memory", there.free)
+        return there
+
+    return put_in
+
+
+def cache_on(card: Card, model: PreTrainedModel, policy: Any = "scout", **knobs: Any) -> HybridCache:
+    if policy == "scout":
+        knobs = SCOUT | knobs
+    made = HybridCache(model, policy, **SPLIT, **knobs)
+    card.caches.append(made)
+    return made
+
+
+def run(
+    model: PreTrainedModel, cache: HybridCache, length: int, steps: int, rows: int = 1, first: int = 0
+) -> torch.Tensor:
+    """Logits `[B, steps, V]` of steps behind a prompt or append; tokens from `first` on are new."""
+    ids, _ = prompt(rows, length + steps)
+    with torch.no_grad():
+        model(ids[:, first:length], **{"past_key_values": cache})
+        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(length, length + steps)], 1)
+
+
+def slots(cache: HybridCache) -> set[int]:
+    found = [layer.resident for layer in cache.transaction.hybrid]
+    return {each.slots for each in found if each is not None}
+
+
+def dense(cache: HybridCache) -> float:
+    share = cache.stats().as_dict()["dense_share"]
+    assert share is not None
+    return float(share)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_is_resident_and_attended_where_it_fits(
+    policy: str, llama: PreTrainedModel, card: Callable[[float], Card]
+) -> None:
+    """Far beyond every budget, and bit for bit what `full` gives."""
+    there = card(100)
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 200, 20)
+    made = cache_on(there, llama, policy, **POLICIES[policy])
+    assert torch.equal(run(llama, made, 200, 20), want)
+    assert slots(made) == {128 if policy == "full" else 14 + 14 // 4} and dense(made) == 1.0
+    assert made.stats().as_dict()["recalls"] == 0 and not made.stats().as_dict()["cpu_ratio"]
+
+
+@pytest.mark.parametrize("policy", ["scout", "quest"])
+def test_all_is_resident_but_chosen_from(policy: str, llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    """With `dense=False`; what is chosen does not depend on where it lies."""
+    there = card(100)
+    knobs = POLICIES[policy] | ({"attend_resident": "selected", "lookahead": "off"} if policy == "scout" else {})
+    want = run(llama, HybridCache(llama, policy, **{**SPLIT, "resident": 144}, **knobs), 200, 20)
+    made = cache_on(there, llama, policy, **knobs, dense=False)
+    assert torch.allclose(run(llama, made, 200, 20), want, atol=1e-4)
+    assert slots(made) == {17} and dense(made) == 0.0
+    assert made.stats().as_dict()["recalls"] == 0
+
+
+@pytest.mark.parametrize("policy", ["scout", "quest"])
+def test_beyond_the_card_it_is_as_without_one(
+    policy: str, llama: PreTrainedModel, card: Callable[[float], Card]
+) -> None:
+    knobs = POLICIES[policy]
+    want = run(llama, HybridCache(llama, policy, **SPLIT, **knobs), 200, 20)
+    made = cache_on(card(10), llama, policy, **knobs)
+    assert torch.equal(run(llama, made, 200, 20), want)
+    assert slots(made) == {LEAST} and dense(made) == 0.0
+
+
+def test_others_on_the_card(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    there = card(100)
+    there.others = 112 * SLOT
+    made = cache_on(there, llama)
+    run(llama, made, 200, 4)
+    assert slots(made) == {LEAST}
+    there.others = 0  # they have gone: the next turn asks again
+    run(llama, made, 220, 4, first=204)
+    assert slots(made) == {15 + 15 // 4}
+
+
+@pytest.mark.parametrize("over", [-BLOCK, 0, BLOCK])
+def test_growing_past_the_budget(over: int, llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    """The step stays dense, since attending is cheap."""
+    there = card(100)
+    made = cache_on(there, llama)
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 96 + over - 3, 8)
+    assert torch.equal(run(llama, made, 96 + over - 3, 8), want)
+    assert dense(made) == 1.0
+
+
+def test_a_choice_begins_where_attending_takes_longer(
+    llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_offload.policies.choices.DENSE_BYTES", 208 * SLOT // 4 // BLOCK)
+    made = cache_on(card(100), llama, lookahead="off")
+    run(llama, made, 200, 20)
+    assert dense(made) == 8 / 20
+    assert slots(made) == {17}
+
+
+def test_growing_past_the_slots(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    there = card(100)
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 150, 120)
+    made = cache_on(there, llama)
+    assert torch.equal(run(llama, made, 150, 120), want)
+    assert slots(made) == {15 + 15 // 4}  # of 13 slots the last is full with 208 tokens
+    assert made.stats().as_dict()["placements"] == 2 * 4 and dense(made) == 1.0
+
+
+def test_growing_past_the_card(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    there = card(14)
+    made = cache_on(there, llama, lookahead="off", attend_resident="selected")
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 150, 70)
+    chosen = run(llama, HybridCache(llama, Scout(**SCOUT, lookahead="off"), **SPLIT, resident=144), 150, 70)
+    found = run(llama, made, 150, 70)
+    last = int(dense(made) * 70)
+    assert 40 < last < 70 and torch.equal(found[:, :last], want[:, :last])
+    assert slots(made) == {LEAST} and found.shape == chosen.shape and found.isfinite().all()
+    length = llama.config.vocab_size
+    closeness = torch.cosine_similarity(found[:, last:], want[:, last:], dim=-1).min()
+    assert closeness > 0.5, (closeness, length)
+
+
+def test_more_rows_ask_again(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    there = card(40)
+    made = cache_on(there, llama)
+    run(llama, made, 200, 4)
+    assert slots(made) == {17}
+    made.reset()
+    run(llama, made, 200, 4, rows=4)
+    assert slots(made) == {LEAST}
+
+
+@pytest.mark.parametrize("runs_out", [1, 3])
+def test_memory_that_runs_out(
+    runs_out: int, llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each layer, once and for good: half of it, then one and a half budgets; the tokens are right each time."""
+    there = card(200)
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 200, 12)
+
+    for failing in range(4):
+        left = runs_out
+
+        def fails(
+            store: Any, wanted: int, mirror: Any, failing: int = failing, made: Any = ResidentSet
+        ) -> ResidentSet:
+            nonlocal left
+            sizes = [layer.resident.slots for layer in cache.transaction.hybrid if layer.resident is not None]
+            if wanted > LEAST and left and sum(size > LEAST for size in sizes) >= failing:
+                left -= 1
+                raise torch.OutOfMemoryError("no memory")
+            result: ResidentSet = made(store, wanted, mirror)
+            return result
+
+        cache = cache_on(there, llama, attend_resident="all", lookahead="off")
+        monkeypatch.setattr(layers, "ResidentSet", fails)
+        with pytest.warns(RuntimeWarning, match="device memory ran out with .* resident tokens"):
+            found = run(llama, cache, 200, 12)
+        monkeypatch.setattr(layers, "ResidentSet", ResidentSet)
+        assert slots(cache) <= {LEAST, 8 + 1}, slots(cache)
+        assert torch.cosine_similarity(found, want, dim=-1).min() > 0.3
+
+
+def test_a_fork_takes_what_is_there(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    """A copy of all blocks where there is room for it, else one and a half budgets."""
+    for size, resident in ((40, {17}), (20, {LEAST})):
+        there = card(size)
+        made = cache_on(there, llama)
+        want = run(llama, made, 200, 4)
+        forked = made.fork()
+        there.caches.append(forked)
+        ids, _ = prompt(1, 208)
+        with torch.no_grad():
+            rows = [llama(ids[:, 204:205], past_key_values=cache).logits for cache in (made, forked)]
+        assert want.isfinite().all() and slots(forked) == resident
+        assert torch.equal(*rows) == (resident == {17})
+
+
+def test_a_loaded_cache_asks_its_own_card(llama: PreTrainedModel, card: Callable[[float], Card], tmp_path: Any) -> None:
+    there = card(100)
+    made = cache_on(there, llama)
+    run(llama, made, 200, 4)
+    made.save(tmp_path / "saved")
+    ids, _ = prompt(1, 206)
+    with torch.no_grad():
+        want = llama(ids[:, 204:205], past_key_values=made).logits
+    for size, resident in ((100, {17}), (5, {LEAST})):
+        there = card(size)
+        loaded = HybridCache.load(tmp_path / "saved", llama)
+        there.caches.append(loaded)
+        with torch.no_grad():
+            found = llama(ids[:, 204:205], past_key_values=loaded).logits
+        assert slots(loaded) == resident
+        assert torch.equal(found, want) == (resident == {17})
+
+
+def test_an_append_takes_the_memory_that_it_needs(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    there = card(30)
+    made = cache_on(there, llama)
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 200, 4)
+    assert torch.equal(run(llama, made, 200, 4), want)
+    there.caches = [made]
+    there.others = there.free(torch.device("cpu"))  # nothing is left
+    given_back: list[set[int]] = []
+    hook = llama.model.layers[2].register_forward_pre_hook(lambda *_: given_back.append(slots(made)))
+    ids, _ = prompt(1, 240)
+    with torch.no_grad():
+        llama(ids[:, 204:230], past_key_values=made)
+    hook.remove()
+    assert given_back == [{0}]
+
+
+@pytest.mark.parametrize("knobs", [{"resident": 144}, {"device_budget": "9 blocks"}])
+def test_a_number_decides_alone(
+    knobs: dict[str, Any], llama: PreTrainedModel, card: Callable[[float], Card]
+) -> None:
+    made = cache_on(card(100), llama, **knobs)
+    run(llama, made, 200, 4)
+    assert slots(made) == {9} and made.settings.residence is None
+
+
+@pytest.mark.parametrize("policy", ["hgca", "h2o", "infinigen", "window"])
+def test_policies_to_which_more_is_of_no_use(
+    policy: str, llama: PreTrainedModel, card: Callable[[float], Card]
+) -> None:
+    made = cache_on(card(100), llama, policy)
+    assert made.settings.residence is None
+
+
+def test_what_is_no_number(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match='resident=\'all\' is no number of tokens; use one, or "auto"'):
+        HybridCache(llama, "scout", tier="split", resident="all")
+
+
+@pytest.mark.parametrize("given", [1, "yes", None])
+def test_dense_is_checked(given: Any) -> None:
+    with pytest.raises(ValueError, match='dense=.* is not True, False or "auto"'):
+        Scout(dense=given)
