@@ -55,7 +55,10 @@ from tasks.answers import Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.samples import Sample
 
-PAPER = {"digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0}
+PAPER = {
+    "digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0,
+    "attend_resident": "selected", "dense": False,
+}  # fmt: skip
 """`Scout.paper()`, but for its budget and lookahead."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout-off": {"lookahead": "off"},

@@ -21,7 +21,16 @@ KINDS = ("one memory", "another mirror")
 def mixed_cache(model: PreTrainedModel, kind: str, **knobs: Any) -> HybridCache:
     """A cache whose first two layers have two memories, as on a device, and whose others are of another kind."""
     cache = HybridCache(
-        model, "scout", tier="split", block_size=8, resident=64, sinks=8, recent=16, synchronous_layers=(0,), **knobs
+        model,
+        "scout",
+        tier="split",
+        block_size=8,
+        resident=64,
+        sinks=8,
+        recent=16,
+        synchronous_layers=(0,),
+        attend_resident="selected",
+        **knobs,
     )
     settings = dataclasses.replace(cache.settings, tier="one" if kind == "one memory" else "split", mirrors={})
     for layer in cache.layers[2:]:
@@ -45,7 +54,7 @@ def test_every_layer_decodes_where_it_lies(kind: str, lookahead: str) -> None:
     elif kind == "another mirror":  # what is attended early is what is not resident, the same with one mirror
         one = HybridCache(
             model, "scout", tier="split", block_size=8, resident=64, sinks=8, recent=16, synchronous_layers=(0,),
-            lookahead=lookahead, budget=budget,
+            lookahead=lookahead, budget=budget, attend_resident="selected",
         )  # fmt: skip
         assert torch.equal(out, model.generate(ids, attention_mask=mask, past_key_values=one, **knobs))
     assert cache.stats().as_dict()["selection_overlap"] > 0
@@ -73,7 +82,9 @@ def test_layers_that_share_keys_see_the_block_that_the_other_began(policy: str, 
     ours = spread_weights(AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse"))
     theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     theirs.load_state_dict(ours.state_dict())
-    knobs: dict[str, Any] = {"budget": 1.0, "local": 32, "sinks": 16} if policy == "fixed_hybrid" else {"block_size": 8}
+    knobs: dict[str, Any] = (
+        {"budget": 1.0, "local": 32, "sinks": 16, "dense": False} if policy == "fixed_hybrid" else {"block_size": 8}
+    )
     cache = HybridCache(ours, policy, tier=tier, **knobs)
     known, ids = DynamicCache(config=config), prompt(1, 100)[0]
     with torch.no_grad():

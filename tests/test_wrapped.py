@@ -19,7 +19,13 @@ from hf_offload.cpu.kernels.prefill import faster_than_torch
 from hf_offload.model.hooks import find_layers
 from hf_offload.model.lookahead import QueryPredictor, capture_query
 
-AHEAD: dict[str, Any] = {**COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,)}
+AHEAD: dict[str, Any] = {
+    **COVERING,
+    **TIERS["split"],
+    "lookahead": "attend",
+    "synchronous_layers": (0,),
+    "dense": False,
+}
 
 
 def run(model: Any, cache: Any, batch: int = 2, **arguments: Any) -> Any:

@@ -19,7 +19,6 @@ from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -78,7 +77,7 @@ class DrawnHostPartial(BlockHostPartial):
             and self.width == step.store.table.shape[1]
         )
 
-    def start(self, step: SplitStep, host: Selection | None, *, correct: bool, label: str) -> DrawnHostPartial:
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> DrawnHostPartial:
         """Start the draw, unless `read` has, and the attention, with the step's query."""
         self.predicted = step.query
         if self._is_drawn:
@@ -91,7 +90,7 @@ class DrawnHostPartial(BlockHostPartial):
         self._job = self._submit(step, functools.partial(self._send_all, step), self.make_launches, label)
         return self
 
-    def read(self, step: SplitStep, host: Selection) -> None:
+    def read(self, step: Step, host: Selection) -> None:
         """Start the draw alone, with a predicted query; `start` attends with the real one."""
         self._drop()
         self._correct, self._is_drawn = False, True
@@ -102,7 +101,7 @@ class DrawnHostPartial(BlockHostPartial):
         super().rehearse(capture)
         self._rehearse(capture, self._real)  # without a tail: another kernel
 
-    def _send_all(self, step: SplitStep, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
+    def _send_all(self, step: Step, flag: torch.Tensor | None = None, epoch: torch.Tensor | None = None) -> None:
         self.mirror.pause()
         blocks, counts = step.sorted_residents()
         hand_over(self._inbox, step.query, blocks, counts, step.tail(), step.limits, flag=flag, epoch=epoch)

@@ -23,7 +23,6 @@ from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
-    from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
 
 
@@ -86,7 +85,7 @@ class BlockHostPartial(HostPartial):
                 arrived = torch.zeros(1, dtype=torch.int32, device=self.store.device)
         return Inbox(query, blocks, counts, arrived, *tail_and_limits)
 
-    def start(self, step: SplitStep, host: Selection | None, *, correct: bool, label: str) -> BlockHostPartial:
+    def start(self, step: Step, host: Selection | None, *, correct: bool, label: str) -> BlockHostPartial:
         """Start a job that attends host blocks with the step's query.
 
         Args:
@@ -188,7 +187,7 @@ class BlockHostPartial(HostPartial):
             ),
         )  # fmt: skip
 
-    def read(self, step: SplitStep, host: Selection) -> None:
+    def read(self, step: Step, host: Selection) -> None:
         """Start a job that reads host blocks into the CPU's caches, off the critical path; a captured step has none."""
         if self.mirror.capture is not None:
             return

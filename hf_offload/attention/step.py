@@ -171,6 +171,13 @@ class Step(ABC):
     def resident_blocks(self) -> Selection | None:
         """Select every resident block; None with one memory."""
 
+    def sorted_residents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of the resident blocks, ascending, int32 `[B, Hkv, R]`, and their count, `[B, Hkv]`.
+
+        With two memories only.
+        """
+        raise RuntimeError("sorted_residents needs two memories; check step.layer.two_memories first")
+
     @abstractmethod
     def blocks_from(self, first: int) -> Selection:
         """Select all blocks from number `first` on, including the tail; with two memories no more than slots."""

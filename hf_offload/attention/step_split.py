@@ -180,7 +180,6 @@ class SplitStep(Step):
         return self._selection(self.resident.block_of, counts, slots)
 
     def sorted_residents(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of the resident blocks, ascending, int32 `[B, Hkv, R]`, and how many they are, `[B, Hkv]`."""
         held = self.resident.block_of
         blocks = torch.where(held < 0, torch.iinfo(torch.int32).max, held).sort(-1)[0]
         return blocks, (held >= 0).sum(-1, dtype=torch.int32)

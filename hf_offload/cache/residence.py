@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,8 @@ from hf_offload.blocks.memory import free_device_memory
 from hf_offload.cache.memory_budget import most_blocks
 from hf_offload.gpu.block_topk import MOST_BLOCKS
 
-if TYPE_CHECKING:
-    from hf_offload.cache.layer import HybridLayer
-
+Layer = Any
+"""A `HybridLayer`, which gets its settings from a module that imports this one."""
 SHARE = 0.8
 """Of the free device memory: what resident blocks may take."""
 SPARE, LEAST_SPARE = 4, 16
@@ -39,13 +38,13 @@ class Residence:
     def __init__(self, slots: int, token_bytes: int) -> None:
         self.fallback, self.token_bytes = slots, token_bytes
         self._release: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._layers: list[weakref.ref[HybridLayer]] = []
+        self._layers: list[weakref.ref[Layer]] = []
         self._slots: dict[torch.device, int] = {}
         self._most: dict[torch.device, int] = {}
         """Slots with which memory ran out."""
         self._served: dict[torch.device, set[int]] = {}
 
-    def serve(self, layers: list[HybridLayer], release: weakref.WeakMethod[Callable[[], None]] | None) -> None:
+    def serve(self, layers: list[Layer], release: weakref.WeakMethod[Callable[[], None]] | None) -> None:
         """Take the layers that share the devices, and what frees a captured step, which holds their tensors."""
         self._layers, self._release = [layer.tag for layer in layers], release
 
@@ -66,7 +65,7 @@ class Residence:
         """Whether a device tells its memory; on others the least number of slots is kept."""
         return free_device_memory(device) is not None
 
-    def slots(self, layer: HybridLayer) -> int:
+    def slots(self, layer: Layer) -> int:
         """The slots with which a layer is placed now; the first layer of a forward asks for all of its device."""
         served = self._served.setdefault(layer.device, set())
         if layer.index in served or layer.device not in self._slots:
@@ -75,7 +74,7 @@ class Residence:
         served.add(layer.index)
         return self._slots[layer.device]
 
-    def _ask(self, layer: HybridLayer) -> int:
+    def _ask(self, layer: Layer) -> int:
         assert layer.store is not None
         assert layer.resident is not None
         device, peers = layer.device, self._peers(layer.device)
@@ -104,7 +103,7 @@ class Residence:
             return max(min(now + max(now // SPARE, 1), fit), self.fallback)
         return self.fallback
 
-    def lower(self, layer: HybridLayer, slots: int) -> int | None:
+    def lower(self, layer: Layer, slots: int) -> int | None:
         """The slots to try after memory has run out: half of them, then one and a half budgets; None: it was those.
 
         The sets of the other layers on the device give theirs back, and are placed with the new number.
@@ -135,7 +134,7 @@ class Residence:
         if free is not None and wanted > free:
             self.give_back(device)
 
-    def give_back(self, device: torch.device, beside: HybridLayer | None = None) -> None:
+    def give_back(self, device: torch.device, beside: Layer | None = None) -> None:
         """Empty the resident sets of a device and free their memory; the host has all blocks.
 
         Args:
@@ -148,13 +147,13 @@ class Residence:
                 peer.resize_resident(0)
         self.release()
 
-    def _peers(self, device: torch.device) -> list[HybridLayer]:
+    def _peers(self, device: torch.device) -> list[Layer]:
         """The layers that hold tokens on a device."""
         layers = [layer() for layer in self._layers]
         return [layer for layer in layers if layer is not None and layer.is_initialized and layer.device == device]
 
     @staticmethod
-    def admits(layers: list[HybridLayer]) -> bool:
+    def admits(layers: list[Layer]) -> bool:
         """Whether the devices have room for copies of the resident sets of these layers."""
         need: dict[torch.device, int] = {}
         for layer in layers:

@@ -12,16 +12,8 @@ from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
-from hf_offload.policies.choices import (
-    BUDGET,
-    SAMPLES,
-    SINKS,
-    BestBlocks,
-    DrawnPairs,
-    attends_all,
-    check_dense,
-    check_samples,
-)
+from hf_offload.policies.choices import BUDGET, SAMPLES, SINKS, BestBlocks, DrawnPairs, check_samples
+from hf_offload.policies.dense import attends_all, check_dense
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -109,7 +101,7 @@ class Scout(Policy):
             attends what the prediction chose, and the blocks' worth is learnt from it.
         place_queries: how many of the prompt's last queries choose the first resident set.
         dense: whether steps attend all tokens while all are resident, without a choice: exact, and no digest is scored.
-            `"auto"`: within the budget, and where a GPU takes less time for it (`choices.DENSE_BYTES`).
+            `"auto"`: within the budget, and where a GPU takes less time for it (`dense.DENSE_BYTES`).
 
     Raises:
         ValueError: a knob has a value that is not allowed.

@@ -76,8 +76,10 @@ def run(
     """Logits `[B, steps, V]` of steps behind a prompt or append; tokens from `first` on are new."""
     ids, _ = prompt(rows, length + steps)
     with torch.no_grad():
-        model(ids[:, first:length], **{"past_key_values": cache})
-        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(length, length + steps)], 1)
+        model(ids[:, first:length], past_key_values=cache)
+        return torch.cat(
+            [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(length, length + steps)], 1
+        )
 
 
 def slots(cache: HybridCache) -> set[int]:
@@ -100,8 +102,10 @@ def test_all_is_resident_and_attended_where_it_fits(
     want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 200, 20)
     made = cache_on(there, llama, policy, **POLICIES[policy])
     assert torch.equal(run(llama, made, 200, 20), want)
-    assert slots(made) == {128 if policy == "full" else 14 + 14 // 4} and dense(made) == 1.0
-    assert made.stats().as_dict()["recalls"] == 0 and not made.stats().as_dict()["cpu_ratio"]
+    assert slots(made) == {128 if policy == "full" else 14 + 14 // 4}
+    assert dense(made) == 1.0
+    assert made.stats().as_dict()["recalls"] == 0
+    assert not made.stats().as_dict()["cpu_ratio"]
 
 
 @pytest.mark.parametrize("policy", ["scout", "quest"])
@@ -112,7 +116,8 @@ def test_all_is_resident_but_chosen_from(policy: str, llama: PreTrainedModel, ca
     want = run(llama, HybridCache(llama, policy, **{**SPLIT, "resident": 144}, **knobs), 200, 20)
     made = cache_on(there, llama, policy, **knobs, dense=False)
     assert torch.allclose(run(llama, made, 200, 20), want, atol=1e-4)
-    assert slots(made) == {17} and dense(made) == 0.0
+    assert slots(made) == {17}
+    assert dense(made) == 0.0
     assert made.stats().as_dict()["recalls"] == 0
 
 
@@ -124,7 +129,8 @@ def test_beyond_the_card_it_is_as_without_one(
     want = run(llama, HybridCache(llama, policy, **SPLIT, **knobs), 200, 20)
     made = cache_on(card(10), llama, policy, **knobs)
     assert torch.equal(run(llama, made, 200, 20), want)
-    assert slots(made) == {LEAST} and dense(made) == 0.0
+    assert slots(made) == {LEAST}
+    assert dense(made) == 0.0
 
 
 def test_others_on_the_card(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
@@ -151,7 +157,7 @@ def test_growing_past_the_budget(over: int, llama: PreTrainedModel, card: Callab
 def test_a_choice_begins_where_attending_takes_longer(
     llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_offload.policies.choices.DENSE_BYTES", 208 * SLOT // 4 // BLOCK)
+    monkeypatch.setattr("hf_offload.policies.dense.DENSE_BYTES", 208 * SLOT // 4 // BLOCK)
     made = cache_on(card(100), llama, lookahead="off")
     run(llama, made, 200, 20)
     assert dense(made) == 8 / 20
@@ -164,21 +170,20 @@ def test_growing_past_the_slots(llama: PreTrainedModel, card: Callable[[float], 
     made = cache_on(there, llama)
     assert torch.equal(run(llama, made, 150, 120), want)
     assert slots(made) == {15 + 15 // 4}  # of 13 slots the last is full with 208 tokens
-    assert made.stats().as_dict()["placements"] == 2 * 4 and dense(made) == 1.0
+    assert made.stats().as_dict()["placements"] == 2 * 4
+    assert dense(made) == 1.0
 
 
 def test_growing_past_the_card(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
-    there = card(14)
-    made = cache_on(there, llama, lookahead="off", attend_resident="selected")
+    """Exact as long as all fits, then near to that."""
+    made = cache_on(card(14), llama, lookahead="off")
     want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 150, 70)
-    chosen = run(llama, HybridCache(llama, Scout(**SCOUT, lookahead="off"), **SPLIT, resident=144), 150, 70)
     found = run(llama, made, 150, 70)
-    last = int(dense(made) * 70)
-    assert 40 < last < 70 and torch.equal(found[:, :last], want[:, :last])
-    assert slots(made) == {LEAST} and found.shape == chosen.shape and found.isfinite().all()
-    length = llama.config.vocab_size
-    closeness = torch.cosine_similarity(found[:, last:], want[:, last:], dim=-1).min()
-    assert closeness > 0.5, (closeness, length)
+    exact = int(dense(made) * 70)
+    assert 40 < exact < 70
+    assert torch.equal(found[:, :exact], want[:, :exact])
+    assert slots(made) == {LEAST}
+    assert torch.cosine_similarity(found, want, dim=-1).min() > 0.5
 
 
 def test_more_rows_ask_again(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
@@ -191,35 +196,30 @@ def test_more_rows_ask_again(llama: PreTrainedModel, card: Callable[[float], Car
     assert slots(made) == {LEAST}
 
 
-@pytest.mark.parametrize("runs_out", [1, 3])
+@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize(("times", "left"), [(1, 12), (2, LEAST)])
 def test_memory_that_runs_out(
-    runs_out: int, llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In each layer, once and for good: half of it, then one and a half budgets; the tokens are right each time."""
-    there = card(200)
-    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 200, 12)
+    times: int, left: int, failing: int, llama: PreTrainedModel, card: Callable[[float], Card],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In each layer: half of it, then one and a half budgets; the tokens are right each time."""
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 300, 12)
+    cache, failures = cache_on(card(200), llama, lookahead="off"), [times]
 
-    for failing in range(4):
-        left = runs_out
+    def runs_out(store: Any, wanted: int, mirror: Any, made: Any = ResidentSet) -> ResidentSet:
+        large = sum(layer.resident.slots > LEAST for layer in cache.transaction.hybrid if layer.resident is not None)
+        if wanted > LEAST and failures[0] and (large >= failing or failures[0] < times):
+            failures[0] -= 1
+            raise torch.OutOfMemoryError("no memory")
+        result: ResidentSet = made(store, wanted, mirror)
+        return result
 
-        def fails(
-            store: Any, wanted: int, mirror: Any, failing: int = failing, made: Any = ResidentSet
-        ) -> ResidentSet:
-            nonlocal left
-            sizes = [layer.resident.slots for layer in cache.transaction.hybrid if layer.resident is not None]
-            if wanted > LEAST and left and sum(size > LEAST for size in sizes) >= failing:
-                left -= 1
-                raise torch.OutOfMemoryError("no memory")
-            result: ResidentSet = made(store, wanted, mirror)
-            return result
-
-        cache = cache_on(there, llama, attend_resident="all", lookahead="off")
-        monkeypatch.setattr(layers, "ResidentSet", fails)
-        with pytest.warns(RuntimeWarning, match="device memory ran out with .* resident tokens"):
-            found = run(llama, cache, 200, 12)
-        monkeypatch.setattr(layers, "ResidentSet", ResidentSet)
-        assert slots(cache) <= {LEAST, 8 + 1}, slots(cache)
-        assert torch.cosine_similarity(found, want, dim=-1).min() > 0.3
+    monkeypatch.setattr(layers, "ResidentSet", runs_out)
+    with pytest.warns(RuntimeWarning, match=r"device memory ran out with .* resident tokens"):
+        found = run(llama, cache, 300, 12)
+    assert slots(cache) == {left}
+    assert failures == [0]
+    assert torch.cosine_similarity(found, want, dim=-1).min() > 0.3
 
 
 def test_a_fork_takes_what_is_there(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
@@ -233,7 +233,8 @@ def test_a_fork_takes_what_is_there(llama: PreTrainedModel, card: Callable[[floa
         ids, _ = prompt(1, 208)
         with torch.no_grad():
             rows = [llama(ids[:, 204:205], past_key_values=cache).logits for cache in (made, forked)]
-        assert want.isfinite().all() and slots(forked) == resident
+        assert want.isfinite().all()
+        assert slots(forked) == resident
         assert torch.equal(*rows) == (resident == {17})
 
 
@@ -272,12 +273,11 @@ def test_an_append_takes_the_memory_that_it_needs(llama: PreTrainedModel, card: 
 
 
 @pytest.mark.parametrize("knobs", [{"resident": 144}, {"device_budget": "9 blocks"}])
-def test_a_number_decides_alone(
-    knobs: dict[str, Any], llama: PreTrainedModel, card: Callable[[float], Card]
-) -> None:
+def test_a_number_decides_alone(knobs: dict[str, Any], llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
     made = cache_on(card(100), llama, **knobs)
     run(llama, made, 200, 4)
-    assert slots(made) == {9} and made.settings.residence is None
+    assert slots(made) == {9}
+    assert made.settings.residence is None
 
 
 @pytest.mark.parametrize("policy", ["hgca", "h2o", "infinigen", "window"])
@@ -289,11 +289,11 @@ def test_policies_to_which_more_is_of_no_use(
 
 
 def test_what_is_no_number(llama: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match='resident=\'all\' is no number of tokens; use one, or "auto"'):
+    with pytest.raises(ValueError, match="resident='all' is no number of tokens; use one, or \"auto\""):
         HybridCache(llama, "scout", tier="split", resident="all")
 
 
 @pytest.mark.parametrize("given", [1, "yes", None])
 def test_dense_is_checked(given: Any) -> None:
-    with pytest.raises(ValueError, match='dense=.* is not True, False or "auto"'):
+    with pytest.raises(ValueError, match=r'dense=.* is not True, False or "auto"'):
         Scout(dense=given)

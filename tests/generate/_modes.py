@@ -176,17 +176,15 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hgca": ("hgca", {"window": BLOCK, "beta": 0.0, "resident": None}),
 }
 # The digests of two of them are scored by the same arithmetic in both tiers; in the others the CPU rounds the query.
+SCOUT: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 0, "synchronous_layers": (0,), "dense": False}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("window", {"budget": 48, "sinks": 8}),
-    "scout": ("scout", {"budget": 48, "sinks": 8, "recent": 8, "lookahead": "off", "digest": "quest"}),
-    "select": (
-        "scout",
-        {"budget": 48, "sinks": 8, "lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recent": 0},
-    ),
-    "attend": ("scout", {"budget": 48, "sinks": 8, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}),
+    "scout": ("scout", SCOUT | {"recent": 8, "lookahead": "off", "digest": "quest", "attend_resident": "selected"}),
+    "select": ("scout", SCOUT | {"lookahead": "select", "digest": "mean", "attend_resident": "selected"}),
+    "attend": ("scout", SCOUT | {"lookahead": "attend"}),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "resident": None}),
     "infinigen": ("infinigen", {"alpha": 1.0, "resident": None}),
-    "quest": ("quest", {"budget": 48, "sinks": 8}),
-    "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "resident": None}),
+    "quest": ("quest", {"budget": 48, "sinks": 8, "dense": False}),
+    "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 8, "local": 16, "resident": None, "dense": False}),
     "hgca": ("hgca", {"window": 16, "rescue": 0, "resident": None}),
 }

@@ -233,7 +233,9 @@ def test_a_step_that_reads_a_value_on_the_host_runs_eagerly(monkeypatch: pytest.
 
         monkeypatch.setattr(model.model.layers[2].mlp, "forward", reads)
         cache = (
-            graph_cache(model, "scout", auto=True, **SELECTED) if graph else HybridCache(model, "scout", **KNOBS, **SELECTED)
+            graph_cache(model, "scout", auto=True, **SELECTED)
+            if graph
+            else HybridCache(model, "scout", **KNOBS, **SELECTED)
         )
         with told_of() as found:
             rows.append(steps(model, cache, 150, 160))

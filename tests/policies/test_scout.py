@@ -80,7 +80,9 @@ def test_one_memory_looks_no_layer_ahead_by_default(model: PreTrainedModel) -> N
 @pytest.mark.parametrize("lookahead", ["off", "select", "attend"])
 def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, lookahead: Any) -> None:
     """No layer attends more blocks in a step than the budget has, on both sides together."""
-    cache = HybridCache(model, "scout", **SMALL, **CACHE, **SELECTED, tier="split", lookahead=lookahead, synchronous_layers=(0,))
+    cache = HybridCache(
+        model, "scout", **SMALL, **CACHE, **SELECTED, tier="split", lookahead=lookahead, synchronous_layers=(0,)
+    )
     seen: list[Any] = []
     attend_device, plan = SplitStep.attend_device, Scout.plan
 

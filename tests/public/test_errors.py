@@ -41,6 +41,7 @@ MEANT: dict[tuple[str, str], set[str]] = {
     ("full", "timeout"): {"2.5"},
     ("hgca", "beta"): {"2.5"},
     ("infinigen", "alpha"): {"2.5", "inf"},
+    **{(policy, "dense"): {"a switch or none"} for policy in ("scout", "quest", "fixed_hybrid", "window")},
     ("fluxion", "predictor"): {"text"},  # a path
 }
 LARGEST = 2**31 - 1
@@ -70,9 +71,8 @@ def default_of(policy: str, knob: str) -> Any:
 
 @pytest.mark.parametrize(("policy", "knob"), KNOBS)
 def test_a_wrong_value_is_refused_by_name(llama: PreTrainedModel, policy: str, knob: str) -> None:
-    wrong = {name: value for name, value in NEVER.items() if name not in MEANT.get((policy, knob), ())}
-    wrong["a switch or none"] = 1 if isinstance(default_of(policy, knob), bool) else True
-    for value in wrong.values():
+    wrong = NEVER | {"a switch or none": 1 if isinstance(default_of(policy, knob), bool) else True}
+    for value in (value for name, value in wrong.items() if name not in MEANT.get((policy, knob), ())):
         with pytest.raises(ValueError, match=rf"{knob}=.*; .+") as caught:
             make(llama, policy, **{knob: value})
         assert len(str(caught.value)) < 500

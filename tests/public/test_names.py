@@ -209,7 +209,7 @@ print(hf_offload.HybridCache.load(sys.argv[1], model).policy)
     )  # fmt: skip
     refused, made = done.stdout.splitlines() or [done.stderr, ""]
     assert "policy='nearest_blocks' is unknown; use one of" in refused
-    assert made == "Nearest(budget=96, sinks=0)"
+    assert made == "Nearest(budget=96, sinks=0, dense='auto')"
 
 
 def test_a_policy_that_is_not_registered_cannot_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
