@@ -78,7 +78,7 @@ class Residence:
         assert layer.store is not None
         assert layer.resident is not None
         device, peers = layer.device, self._peers(layer.device)
-        now = layer.store.length // layer.settings.block_size + 2  # blocks, that of the next token and its successor
+        now = blocks_soon(layer.store.length, layer.settings.block_size)
         held = {peer.resident.slots for peer in peers if peer.resident is not None}
         if len(held) == 1 and (have := min(held)) >= now:
             return have
@@ -93,15 +93,9 @@ class Residence:
             if store.digests is not None and not store.scored_on_host:
                 spare += store.batch * store.digests.block_bytes  # those of the blocks that are there are not free
             free += 0 if peer.resident is None else peer.resident.nbytes
-        most = min(self._most.get(device, MOST_BLOCKS), MOST_BLOCKS)
-        fit = min(math.floor((SHARE * (free - ROOM) + now * spare) / (block + spare)), most)
-        return self._within(now, fit)
-
-    def _within(self, now: int, fit: int) -> int:
-        """The slots of rows of `now` blocks where `fit` fit."""
-        if fit >= now + max(now // LEAST_SPARE, 1):
-            return max(min(now + max(now // SPARE, 1), fit), self.fallback)
-        return self.fallback
+        found = fitting_slots(free, now, block, spare, self.fallback)
+        most = self._most.get(device)
+        return found if most is None or found <= most else self.fallback
 
     def lower(self, layer: Layer, slots: int) -> int | None:
         """The slots to try after memory has run out: half of them, then one and a half budgets; None: it was those.
@@ -161,6 +155,27 @@ class Residence:
                 need[layer.device] = need.get(layer.device, 0) + layer.resident.nbytes
         frees = {device: free_device_memory(device) for device in need}
         return all(free is None or need[device] <= SHARE * (free - ROOM) for device, free in frees.items())
+
+
+def blocks_soon(tokens: int, block_size: int) -> int:
+    """The blocks of rows of so many tokens, with that of the next token and its successor."""
+    return tokens // block_size + 2
+
+
+def fitting_slots(free: int, blocks: int, slot_bytes: int, digest_bytes: int, least: int) -> int:
+    """The slots of a row and KV head in so much memory: for all blocks and some to come, or the least.
+
+    Args:
+        free: bytes of device memory.
+        blocks: of a row.
+        slot_bytes: bytes of a slot in all layers, rows and KV heads; digest_bytes: of a digest on the device.
+        least: the least number.
+    """
+    fit = math.floor((SHARE * (free - ROOM) + blocks * digest_bytes) / (slot_bytes + digest_bytes))
+    fit = min(fit, MOST_BLOCKS)
+    if fit < blocks + max(blocks // LEAST_SPARE, 1):
+        return least
+    return max(min(blocks + max(blocks // SPARE, 1), fit), least)
 
 
 def append_bytes(config: Any) -> int:

@@ -117,15 +117,21 @@ def fetch(
     if pool.device.type not in ON_TRITON:
         _fetch_by_torch(pool, slots, blocks, counts, block_ptr, table, packed)
         return
+    if not slots.numel():
+        return
+    listing = (pool, slots, blocks, counts, block_ptr, table, batch * heads, heads, there, moves, table.shape[1])
+    lines = next_power_of_2(batch * heads)
+    if packed is None:
+        fetch_kernel[(FETCHERS,)](
+            *listing, LINES=lines, **pieces(size, dim, pool.dtype.itemsize), num_warps=4, num_stages=1
+        )
+        return
     tokens, width = tile(size, dim, pool.dtype.itemsize)
-    if slots.numel():
-        fetch_kernel[(FETCHERS // 2, 2)](
-            pool, slots, blocks, counts, block_ptr, table, batch * heads, heads, there, moves, table.shape[1],
-            LINES=next_power_of_2(batch * heads), SIZE=size, D=dim, WIDTH=width, TOKENS=tokens,
-            RECORD=_record_bytes(pool), PACKED=packed.record_bytes if packed else 0,
-            WORDS=packed.words if packed else 0, VALUE_SCALES=packed.value_scales if packed else 0,
-            TOP=torch.finfo(pool.dtype).max, num_warps=4, num_stages=1,
-        )  # fmt: skip
+    fetch_packed_kernel[(FETCHERS // 2, 2)](
+        *listing, LINES=lines, SIZE=size, D=dim, WIDTH=width, TOKENS=tokens, RECORD=_record_bytes(pool),
+        PACKED=packed.record_bytes, WORDS=packed.words, VALUE_SCALES=packed.value_scales,
+        TOP=torch.finfo(pool.dtype).max, num_warps=4, num_stages=1,
+    )  # fmt: skip
 
 
 def store_block(
@@ -216,6 +222,13 @@ def tile(size: int, dim: int, element_bytes: int) -> tuple[int, int]:
     """Tokens of the tile of a record that one program moves, and the width that it is padded to."""
     width = next_power_of_2(dim)
     return min(size, _TILE_BYTES // (width * element_bytes)), width
+
+
+def pieces(size: int, dim: int, element_bytes: int) -> dict[str, int]:
+    """The compile-time sizes of a fetch: elements of a record, of a piece of it, and pieces of a tile."""
+    record, most = 2 * size * dim, _TILE_BYTES // element_bytes
+    piece = min(record & -record, most)  # a power of two that divides it
+    return {"RECORD": record, "PIECE": piece, "PIECES": most // piece, "ELEMENT": element_bytes}
 
 
 def _record_bytes(pool: torch.Tensor) -> int:
@@ -341,15 +354,64 @@ def write_token_kernel(
     tl.store(at + SIZE * D, tl.load(v + row * v_row + head * v_head + channel, mask=there), mask=there)
 
 
-@jit(do_not_specialize=["lines"])
+@jit(do_not_specialize=["lines", "width"])
 @no_type_check
 def fetch_kernel(
+    pool, into, chosen, counts, block_ptr, table,
+    lines, heads, slots, moves, width,
+    LINES: tl.constexpr, RECORD: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """Programs take tiles of PIECES pieces in turn: PIECE elements each of a record of RECORD, over all (row, KV head).
+
+    Where the next tile's pieces lie is looked up while this tile's are on their way.
+    """
+    piece, inside = tl.arange(0, PIECES), tl.arange(0, PIECE)
+    number = tl.arange(0, LINES)
+    ends = tl.cumsum(tl.load(counts + number, mask=number < lines, other=0), 0)
+    tiles = tl.cdiv(tl.max(ends, 0) * (RECORD // PIECE), PIECES)
+    listing = (into, chosen, block_ptr, table, ends, heads, slots, moves, width)
+    tile = tl.program_id(0)
+    source, target, there = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
+    while tile < tiles:
+        content = tl.load(
+            tl.multiple_of(source.to(pool.dtype), [16])[:, None] + inside[None, :], mask=there[:, None], other=0
+        )
+        place, stored = target, there
+        tile += tl.num_programs(0)
+        source, target, there = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
+        tl.store(pool + place[:, None] + inside[None, :], content, mask=stored[:, None])
+
+
+@jit
+@no_type_check
+def _find_pieces(
+    piece, listing, LINES: tl.constexpr, RECORD: tl.constexpr, PIECE: tl.constexpr, ELEMENT: tl.constexpr
+):
+    """Addresses of pieces `[n]` on the host, their places in the pool, and whether they are any."""
+    into, chosen, block_ptr, table, ends, heads, slots, moves, width = listing
+    work, first = piece // (RECORD // PIECE), piece % (RECORD // PIECE) * PIECE
+    there = work < tl.max(ends, 0)
+    past = ends[None, :] <= work[:, None]
+    line = tl.minimum(tl.sum(past.to(tl.int32), 1), LINES - 1)
+    move = line.to(tl.int64) * moves + work - tl.max(tl.where(past, ends[None, :], 0), 1)
+    slot = tl.load(into + move, mask=there, other=0)
+    block = tl.load(chosen + move, mask=there, other=0)
+    physical = tl.load(table + (line // heads).to(tl.int64) * width + block, mask=there, other=0)
+    address = tl.load(block_ptr + physical, mask=there, other=0)
+    source = address + ((line % heads).to(tl.int64) * RECORD + first) * ELEMENT
+    target = (line.to(tl.int64) * slots + slot) * RECORD + first
+    return source, tl.multiple_of(target, [16]), there
+
+
+@jit(do_not_specialize=["lines"])
+@no_type_check
+def fetch_packed_kernel(
     pool, into, chosen, counts, block_ptr, table,
     lines, heads, slots, moves, width,
     LINES: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     RECORD: tl.constexpr, PACKED: tl.constexpr, WORDS: tl.constexpr, VALUE_SCALES: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [TOKENS, D] of moves in turn, over all (row, KV head): one half keys, one half values."""
+    """As `fetch_kernel`, of records that may be packed, in tiles [TOKENS, D]: half of the programs take keys."""
     tiles: tl.constexpr = SIZE // TOKENS
     part, token, channel = tl.program_id(1), tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     there = (channel < D)[None, :]
@@ -366,24 +428,21 @@ def fetch_kernel(
         place = part * (SIZE * D) + (first + token)[:, None] * D + channel[None, :]
         target = pool + (line.to(tl.int64) * slots + slot) * (2 * SIZE * D)
         plain = _aligned(address + head * RECORD, pool.dtype.element_ty)
-        if PACKED == 0:
+        if address % 2 == 0:
             _copy(plain, target, place, there)
         else:
-            if address % 2 == 0:
-                _copy(plain, target, place, there)
+            record = _aligned(address - 1 + head * PACKED, tl.int8)
+            if part == 0:
+                words = (record + WORDS).to(tl.pointer_type(tl.int32)) + channel
+                word = tl.load(words, mask=channel < D, other=0)[None, :]
+                content = tl.load(record + place, mask=there, other=0).to(tl.float32) * _widen(word >> 16)
+                content += _widen(word)
             else:
-                record = _aligned(address - 1 + head * PACKED, tl.int8)
-                if part == 0:
-                    words = (record + WORDS).to(tl.pointer_type(tl.int32)) + channel
-                    word = tl.load(words, mask=channel < D, other=0)[None, :]
-                    content = tl.load(record + place, mask=there, other=0).to(tl.float32) * _widen(word >> 16)
-                    content += _widen(word)
-                else:
-                    value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16)) + first + token
-                    codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS).to(tl.float32)
-                    content = codes * _widen(tl.load(value_scales))[:, None]
-                content = tl.minimum(tl.maximum(content, -TOP), TOP)
-                tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
+                value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16)) + first + token
+                codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS).to(tl.float32)
+                content = codes * _widen(tl.load(value_scales))[:, None]
+            content = tl.minimum(tl.maximum(content, -TOP), TOP)
+            tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
 
 
 @jit(do_not_specialize=["block"])

@@ -18,7 +18,8 @@ from hf_offload.blocks.memory import size_text
 from hf_offload.blocks.padding import Padding
 from hf_offload.cache.arrivals import unsuitable
 from hf_offload.cache.memory_budget import digest_places, make_budget, resident_tokens
-from hf_offload.cache.settings import check_sizes
+from hf_offload.cache.residence import blocks_soon, fitting_slots
+from hf_offload.cache.settings import AUTO, check_sizes
 from hf_offload.fields import LayerSizes
 from hf_offload.graph.graph_support import capture_bytes
 from hf_offload.hybrid_cache import HybridCache
@@ -203,8 +204,9 @@ def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def memory_of(
-    shape: Shape, policy: str | Policy, options: dict[str, Any], *, context: int, batch: int, two_memories: bool = True
-) -> Memory:
+    shape: Shape, policy: str | Policy, options: dict[str, Any], *, context: int, batch: int,
+    two_memories: bool = True, device: int | None = None,
+) -> Memory:  # fmt: skip
     """Return the memory of a cache after a prompt in one forward.
 
     The cache's own functions compute it, so `stats()` reports the same numbers after the prompt. A context that grows
@@ -216,6 +218,7 @@ def memory_of(
         options: knobs of the cache (`MEMORY_KNOBS`) and of the policy.
         context: tokens of a row; batch: rows.
         two_memories: whether the cache has device and host memory, or one for both.
+        device: bytes of device memory, of which the weights take their part, for `resident="auto"`; None: too little.
 
     Raises:
         ValueError: an option that is not allowed.
@@ -241,7 +244,7 @@ def memory_of(
         digest=DIGESTS[requirements.digest] if requirements.digest else None, padding=Padding(size),
         host_dtype=memory.get("host_dtype"), scored_on_host=requirements.scored_on_host,
     )  # fmt: skip
-    slots = _slots(shape, chosen, memory, store, context) if two_memories else 0
+    slots = _slots(shape, chosen, memory, store, context, device) if two_memories else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
     places = digest_places(batch * old, batch * (blocks - old))
     record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
@@ -265,12 +268,23 @@ def memory_of(
     )
 
 
-def _slots(shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int) -> int:
+def _slots(
+    shape: Shape, policy: Policy, memory: dict[str, Any], store: BlockStore, context: int, device: int | None
+) -> int:
     """Return the resident blocks of a row and KV head, with two memories."""
     size, resident = store.block_size, memory.get("resident")
+    resident = None if resident == AUTO else resident
     budget = make_budget(memory.get("device_budget"), resident, shape.layers, policy, size, two_memories=True)
     if budget is None or policy.window_tokens(context) != policy.window_tokens(0):  # a share of the context
-        return resident_tokens(resident, policy, size, context) // size
+        least = resident_tokens(resident, policy, size, context) // size
+        if device is None or resident is not None or not policy.requirements.holds_all:
+            return least
+        blocks, slot = blocks_soon(context, size), shape.layers * store.batch * store.num_kv_heads
+        digest = 0
+        if store.digests is not None and not store.scored_on_host:
+            digest = shape.layers * store.batch * store.digests.block_bytes
+        free = device - shape.weights - shape.stock_bytes(store.batch, context) - blocks * digest
+        return fitting_slots(free, blocks, slot * store.pool.record_bytes, digest, least)
     return budget.slots(store, context)
 
 
@@ -313,7 +327,9 @@ def plan_table(
     everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
     found = [("DynamicCache", Memory(0, 0, 0, 0, False, 0, everything, 0, 0))]
     for setting in settings:
-        memory = memory_of(shape, *setting, context=context, batch=batch, two_memories=device is not None)
+        memory = memory_of(
+            shape, *setting, context=context, batch=batch, two_memories=device is not None, device=device
+        )
         found.append((written(setting), memory))
     title = f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}"
     if device is None:

@@ -40,16 +40,11 @@ def cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, in
         found.append((f"store_block {name}", kv_copy.store_block_kernel, store, record, four))
         tokens_of = {**_STORE, "k": f"*{kind}", "v": f"*{kind}"}
         found.append((f"store_tokens {name}", kv_copy.store_tokens_kernel, tokens_of, record, four))
-        for packed in (0, packed_bytes(dim, size)):
-            layout = {"PACKED": packed, "WORDS": 2 * size * dim, "VALUE_SCALES": 2 * (size + 2) * dim, "TOP": top}
-            layout |= {"LINES": 64}
-            found.append(
-                (
-                    f"fetch {name}{' int8' if packed else ''}",
-                    kv_copy.fetch_kernel,
-                    {**pool, **_FETCH},
-                    {**record, **layout},
-                    four,
-                )
-            )
+        plain = {"LINES": 64, **kv_copy.pieces(size, dim, nbytes)}
+        found.append((f"fetch {name}", kv_copy.fetch_kernel, {**pool, **_FETCH}, plain, four))
+        layout = {"PACKED": packed_bytes(dim, size), "WORDS": 2 * size * dim, "VALUE_SCALES": 2 * (size + 2) * dim}
+        layout |= {"TOP": top, "LINES": 64}
+        found.append(
+            (f"fetch {name} int8", kv_copy.fetch_packed_kernel, {**pool, **_FETCH}, {**record, **layout}, four)
+        )
     return found
