@@ -16,13 +16,16 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
   the GPU, once more with every hand-over between CPU and GPU made late; CUDA graphs against eager steps. Of a row,
   `failed` should be 0.
 - decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `full-resident` has all of the
-  context on the device and hands nothing over, `dynamic` and `offloading` are Transformers' own cache on the device and
-  on the host, `scout` and what is left out of it; milliseconds a step, tokens a second; which share of the time the
+  context on the device and hands nothing over, `default` is a cache as it is by default, `chosen` the same with
+  `dense=False`, `drawn` draws keys, `dynamic` and `offloading` are Transformers' own cache on the device and on the
+  host, `scout` and what is left out of it; milliseconds a step, tokens a second; which share of the time the
   device computed (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`); under a
   profiler (`profiled`, milliseconds), whose times by kernel are in `step_kernels.csv`. `between` is the time in which
   the device ran nothing in a step without a profiler, milliseconds. The chosen blocks follow a script
   (`eval/gpu/replay.py`), since those of a random model change nearly all in each step; the column `replay` says which.
   10 % of the blocks are not resident and a recall comes every 4 steps, or 20 % and every step.
+- prompt: seconds until the first token behind a prompt of random tokens, a new cache each time: `first` with memory
+  that nobody has had yet, `second` after that.
 - kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`: p20, p50 and p80 of the time
   on the device with cold caches; the time that its bytes alone would take (`floor`: at the speed of a large copy,
   measured in the same run) and their ratio; what a launch costs the host; the time within a CUDA graph. All in
@@ -64,7 +67,7 @@ import torch
 import typer
 
 from common import RESULTS, command, numbers, show
-from gpu import correctness, decoding, handoff, kernels, pieces, trained
+from gpu import correctness, decoding, handoff, kernels, pieces, prompts, trained
 from gpu.aims import aims
 from gpu.model import SHOWN as COLUMNS
 from gpu.model import check as predict
@@ -73,13 +76,14 @@ from gpu.replay import parse
 from gpu.results import Results
 from gpu.supervise import Listener, here, supervise
 
-PARTS: dict[str, tuple[ModuleType, float]] = {  # and each one's share of the time
-    "pieces": (pieces, 1.8),
-    "correctness": (correctness, 1.0),
-    "decode": (decoding, 4.9),
-    "trained": (trained, 3.0),
-    "handoff": (handoff, 0.5),
-    "kernels": (kernels, 0.8),
+PARTS: dict[str, tuple[ModuleType, int]] = {  # and seconds of each, if there are nine minutes
+    "correctness": (correctness, 230),
+    "decode": (decoding, 200),
+    "prompt": (prompts, 30),
+    "pieces": (pieces, 60),
+    "trained": (trained, 120),
+    "handoff": (handoff, 10),
+    "kernels": (kernels, 30),
 }
 
 
@@ -99,8 +103,8 @@ def main(
     device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 36,
     kv_gib: Annotated[
-        float, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device.")
-    ] = 16.0,
+        float | None, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device [all].")
+    ] = None,
     host_gib: Annotated[
         float | None,
         typer.Option(

@@ -28,7 +28,7 @@ STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
 
 SHOWN = (
     "context", "batch", "row", "replay", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "between",
-    "launches", "profiled", "cpu_ratio", "device_kv_gib", "note",
+    "launches", "profiled", "cpu_ratio", "dense_share", "device_kv_gib", "note",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout": {},
@@ -37,10 +37,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scout-quest": {"digest": "quest"},
 }
 FULL = "full-resident"
-ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (FULL, *VARIANTS) for graph in ("", "-graph")))
+FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
+"""Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
+chooses among them; and keys that are drawn, with few blocks on the device."""
+ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (FULL, *FREE, *VARIANTS) for graph in ("", "-graph")))
 DEFAULT_ROWS = (
-    "scout-graph", f"{FULL}-graph", "scout", "dynamic", "offloading", "scout-no-recall-graph", "scout-off-graph",
-    "scout-quest-graph",
+    "scout-graph", f"{FULL}-graph", "default-graph", "scout", "dynamic", "offloading", "chosen-graph", "drawn-graph",
+    "scout-no-recall-graph", "scout-off-graph", "scout-quest-graph",
 )  # fmt: skip
 CONTEXTS, BATCHES = (32 << 10, 64 << 10), (1, 8, 16)
 # Those that tell most come first: time may be up before the last.
@@ -81,15 +84,11 @@ def run(options: Options, todo: Sequence[str], report: Report) -> None:
     """Measure row after row; the model is built within the first one."""
     model: PreTrainedModel | None = None
     chosen = cases(options)
-    tokens = 0
     for name in todo:
         context, batch, row, script = chosen[name]
         if report.seconds_left < 20 and not options.quick:
             return
-        if context * batch != tokens:  # to pin as many blocks again takes longer than to measure them
-            tokens = context * batch
-            models.free_pinned(options)
-        gib = models.kv_bytes(models.config_of(options), tokens, options.dtype.itemsize) / 2**30
+        gib = models.kv_bytes(models.config_of(options), context * batch, options.dtype.itemsize) / 2**30
         cold = COLD_SECONDS if model is None else 0
         with torch.no_grad(), report.case(name, cold + SECONDS + SECONDS_A_GIB * gib):
             model = model or models.build(options)
@@ -119,8 +118,13 @@ def make_row(options: Options, name: str, script: Script | None, block: int, con
     knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, **memory, **graph}
     if name.startswith(FULL):
         return Row(name, "full", {**knobs, "resident": context, "block_size": block if options.quick else FULL_BLOCK})
-    variant = VARIANTS[name.removesuffix("-graph")]
-    policy: dict[str, Any] = {"budget": options.budget, **_small(options), **variant}
+    kind = name.removesuffix("-graph")
+    if kind in FREE:
+        attended = {} if "samples" in FREE[kind] else {"budget": options.budget}
+        if kind != "drawn" and options.on_gpu:
+            knobs.pop("resident")
+        return Row(name, Scout(**attended, **_small(options), **FREE[kind]), knobs)
+    policy: dict[str, Any] = {"budget": options.budget, "dense": False, **_small(options), **VARIANTS[kind]}
     if script is None:
         return Row(name, Scout(**policy), knobs)
     return Row(name, Replay(**{"recall": script.interval, **policy}, script=script), knobs)
@@ -256,7 +260,8 @@ def counted(cache: HybridCache) -> dict[str, Any]:
     return {
         "cpu_ratio": total["cpu_ratio"], "recall_mib_per_step": total["recall_bytes"] / steps / 2**20,
         "host_wait_ms": 1000 * total["wait_seconds"] / steps, "query_cosine": total["query_cosine"],
-        "device_kv_gib": total["device_bytes"] / 2**30, "host_kv_gib": total["host_bytes"] / 2**30,
+        "dense_share": total["dense_share"], "device_kv_gib": total["device_bytes"] / 2**30,
+        "host_kv_gib": total["host_bytes"] / 2**30,
     }  # fmt: skip
 
 

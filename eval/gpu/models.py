@@ -14,6 +14,7 @@ from gpu.options import Options
 from gpu.supervise import NotApplicable
 from hf_offload import HybridCache, Scout
 from hf_offload.blocks.digests import DIGESTS
+from hf_offload.blocks.memory import free_device_memory
 from hf_offload.blocks.sealing import seal
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
@@ -90,13 +91,16 @@ def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, t
     if row.policy == "dynamic" and row.options.get("offloading"):
         near, far = 2 * everything // config.num_hidden_layers, everything
     elif row.policy != "dynamic":
-        near, far = kv_bytes(config, batch * row.options["resident"], itemsize), everything
+        near, far = kv_bytes(config, batch * row.options.get("resident", tokens), itemsize), everything
         if isinstance(row.policy, Scout):
             near += digest_bytes(config, batch * tokens, digest=row.policy.digest)
     host = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if options.host_gib is not None:
         host = options.host_gib * 2**30
-    for what, need, room in (("device", near, options.kv_gib * 2**30), ("host", far, host)):
+    cap = float("inf") if options.kv_gib is None else options.kv_gib * 2**30
+    if options.kv_gib is None and options.on_gpu:
+        cap = free_device_memory(torch.device("cuda", torch.cuda.current_device())) or 0
+    for what, need, room in (("device", near, cap), ("host", far, host)):
         if need > room:
             raise NotApplicable(f"does not fit: {need / 2**30:.1f} GiB on the {what}, {room / 2**30:.1f} GiB allowed")
 

@@ -15,7 +15,7 @@ class Options:
         device: where tensors lie: "cuda" or "cpu".
         quick: tiny sizes, to see that everything runs.
         layers: decoder layers of the model.
-        kv_gib: GiB of keys, values and digests that a decode row may keep on the device.
+        kv_gib: GiB of keys, values and digests that a decode row may keep on the device, or None: all that is free.
         contexts: tokens.
         batches: rows decoded at once.
         rows: names of decode rows.
@@ -30,7 +30,7 @@ class Options:
     device: str = "cuda"
     quick: bool = False
     layers: int = 36
-    kv_gib: float = 16.0
+    kv_gib: float | None = None
     contexts: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
     rows: tuple[str, ...] = ()

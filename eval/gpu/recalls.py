@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,9 @@ from hf_offload.gpu.streams import RECALLS, stream_for
 
 PROGRAMS = (8, 16, 24, 32, 64)
 BATCH = 8
+SHORT = ((64, 32), (128, 16), (64, 16))
+"""Head dimension and block size of other records."""
+_BUILT = kv_copy.FETCHERS
 ONES = 20  # kernels of the model's size beside a fetch
 
 
@@ -43,6 +47,13 @@ def fetch(options: Options, programs: int) -> Iterator[dict[str, Any]]:
             if make is fetch_all and options.on_gpu:
                 row |= {"alone": ones_beside(timer, None), "beside": ones_beside(timer, operation.call)}
             yield {"variant": variant, **row}
+        if programs == _BUILT:  # shorter records, several of which are under way at once
+            for dim, block in SHORT:
+                operation = fetch_all(Inputs(options, replace(size, dim=dim, block=block)))
+                spread = timer.device_time(operation.call)
+                speed = operation.link_bytes / spread["p50"] / 1000
+                variant = f"all slots, D {dim} block {block}"
+                yield {"variant": variant, "programs": programs, "batch": size.batch, **spread, "gb_per_s": speed}
 
 
 def ones_beside(timer: Timer, call: Callable[[], Any] | None) -> float:

@@ -384,9 +384,7 @@ def fetch_kernel(
 
 @jit
 @no_type_check
-def _find_pieces(
-    piece, listing, LINES: tl.constexpr, RECORD: tl.constexpr, PIECE: tl.constexpr, ELEMENT: tl.constexpr
-):
+def _find_pieces(piece, listing, LINES: tl.constexpr, RECORD: tl.constexpr, PIECE: tl.constexpr, ELEMENT: tl.constexpr):
     """Addresses of pieces `[n]` on the host, their places in the pool, and whether they are any."""
     into, chosen, block_ptr, table, ends, heads, slots, moves, width = listing
     work, first = piece // (RECORD // PIECE), piece % (RECORD // PIECE) * PIECE

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from test_exactness import assert_equal
-from tiny import prompt, tiny_model
-from transformers import PreTrainedModel
+from tiny import SIZES, prompt, spread_weights, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache, WorkerError
@@ -30,7 +30,7 @@ AHEAD: dict[str, Any] = {**SCOUT, "lookahead": "attend", "synchronous_layers": (
 POLICIES = {
     "full": ("full", {}),
     "window": ("window", {"budget": 96, "sinks": 16}),
-    "scout": ("scout", SCOUT),
+    "scout": ("scout", {**SCOUT, "lookahead": "attend"}),
     "scout-off": ("scout", {**SCOUT, "lookahead": "off"}),
     "scout-select": ("scout", {**SCOUT, "lookahead": "select", "synchronous_layers": (0,)}),
     "scout-attend": ("scout", AHEAD),
@@ -129,6 +129,34 @@ def test_a_replayed_merge_sees_what_the_cpu_wrote_last() -> None:
         torch.cuda.synchronize()
         assert not late.item()
         assert (merged == number).all(), number
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "phi3"])
+def test_other_families_are_captured(family: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES, num_key_value_heads=2, sliding_window=None)
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse")
+    model, (name, knobs) = spread_weights(made).cuda(), POLICIES["scout-attend"]
+    eager, captured = (HybridCache(model, name, cuda_graph=graph, **MEMORY, **knobs) for graph in (False, "auto"))
+    assert_equal(decode(model, captured, 2), decode(model, eager, 2))
+    assert captured.graph is not None
+    assert captured.graph._capture is not None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("policy", ["scout", "quest", "full"])
+def test_by_default_all_is_resident(policy: str, batch: int) -> None:
+    """And attended, beyond the budget and the first slots."""
+    model = tiny_model("llama").cuda()
+    knobs = {"scout": SCOUT, "quest": {"budget": 96}, "full": {}}[policy]
+    want = decode(model, HybridCache(model, "full", cuda_graph=False, block_size=16, resident=512), batch)
+    cache = HybridCache(model, policy, block_size=16, **knobs)
+    assert_equal(decode(model, cache, batch), want)
+    told = cache.stats().as_dict()
+    assert told["dense_share"] == 1.0
+    assert told["placements"] == (4 if policy == "full" else 8)  # 13 slots, then 18
+    assert cache.graph is not None
+    assert cache.graph._capture is not None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])

@@ -117,6 +117,8 @@ def install() -> None:
         "synchronize": synchronize,
         "is_current_stream_capturing": lambda: current_stream().graph is not None,
         "mem_get_info": lambda *args: (64 << 30, 80 << 30),
+        "memory_reserved": lambda *args: 0,
+        "memory_allocated": lambda *args: 0,
         "empty_cache": lambda: None,
     }
     for name, value in there.items():
