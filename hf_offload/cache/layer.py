@@ -300,9 +300,9 @@ class HybridLayer(CacheLayerMixin):
     def outgrown(self) -> bool:
         """Whether all blocks are resident but the next one will not be, so that `Residence` is asked again."""
         residence, length = self.settings.residence, self.past
-        if residence is None or not residence.decides(self.device):
+        if residence is None or not self.fits_device(length) or self.fits_device(length + 1):
             return False
-        return self.fits_device(length) and not self.fits_device(length + 1)
+        return residence.decides(self.device)
 
     @property
     def is_least(self) -> bool:
