@@ -143,10 +143,7 @@ def decode(
     if checks is not None and layer.mirror.capture is None and checks.due(layer.index, stats.steps):
         _check(step, plan, out, lse, host, sinks)
     stats.count_step(dense=step.dense)
-    if plan.host is None:
-        step.cpu_ratio = torch.zeros((), device=query.device, dtype=torch.float32)
-    else:
-        step.cpu_ratio = plan.host.share(step)
+    step.cpu_ratio = 0.0 if plan.host is None else plan.host.share(step)
     layer.count("cpu_ratio", step.cpu_ratio)
     if plan.host is not None and plan.host is layer.ahead and layer.mirror.capture is None:
         assert plan.host.predicted is not None

@@ -95,15 +95,29 @@ class DigestStore(ABC):
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """For every tensor that has a block axis: its shape without that axis, and its dtype."""
 
-    @abstractmethod
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        """Build the digests of full blocks.
+        """Build the digests of full blocks where their keys are; those of the host are copied there.
 
         Args:
-            ids: `[n]`, physical blocks, equally many of each row, row by row.
-            k: `[n, Hkv, block_size, D]`, their keys.
-            valid: `[n, block_size]` bool, valid tokens.
+            ids: `[n]`, physical blocks, equally many of each row, row by row; on the digests' device.
+            k: `[n, Hkv, block_size, D]`, their keys, on the model's device.
+            valid: `[n, block_size]` bool, valid tokens, beside the keys.
         """
+        kept = self.blocks.tensors
+        if k.device == self.device:
+            self._build(kept, ids, k, valid)
+            return
+        made = {
+            name: torch.empty((len(ids), *row), dtype=dtype, device=k.device)
+            for name, (row, dtype) in self.tensors().items()
+        }
+        self._build(made, torch.arange(len(ids), device=k.device), k, valid)
+        for name, digests in made.items():
+            kept[name][ids] = digests.to(self.device)
+
+    @abstractmethod
+    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        """`seal` into tensors beside the keys, `[P, …]` as `tensors` tells; `ids` are their rows."""
 
     def held(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the digests and their (fixed) statistics; a fork may replace them by larger ones."""
@@ -250,8 +264,8 @@ class VectorStore(DigestStore):
 class MeanStore(VectorStore):
     """The mean key of a block (the digest of MoBA)."""
 
-    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
+    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        seal_vectors(ids, k, valid, into["vectors"], into["bias"], bounds=False)
 
 
 class QuestStore(VectorStore):
@@ -259,8 +273,8 @@ class QuestStore(VectorStore):
 
     width, sums = 2, False
 
-    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=True)
+    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        seal_vectors(ids, k, valid, into["vectors"], into["bias"], bounds=True)
 
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         query = query * scale
@@ -313,31 +327,32 @@ class SubMeanStore(DigestStore):
         total, square, number = (
             torch.where(few, x.sum(0), x) for x in (total, square, number.clamp(min=1)[:, None, None])
         )
-        center = total / number
-        self.center = center.float()
-        self.sigma = (square / number - center.square()).clamp(min=0).pow(0.25).float().clamp(min=1e-6)
+        mean = total / number
+        center = mean.float()
+        sigma = (square / number - mean.square()).clamp(min=0).pow(0.25).float().clamp(min=1e-6)
         error: Any = 0.0
         number = 0
         for mean, half, used in self._pairs(tiles):
             used = used & (number + used.cumsum(1) <= _FIRST_PAIRS)
-            error = error + errors_of(mean, half, self.center, self.sigma).where(used[:, None], 0).double().sum(2)
+            error = error + errors_of(mean, half, center, sigma).where(used[:, None], 0).double().sum(2)
             number = number + used.sum(1, keepdim=True)
             if int(number.min()) >= _FIRST_PAIRS:
                 break
         error, number = (torch.where(few[..., 0], x.sum(0), x) for x in (error, number))
-        self.error = (error / number.clamp(min=1)).float()
+        found = center, sigma, (error / number.clamp(min=1)).float()
+        self.center, self.sigma, self.error = (part.to(self.device) for part in found)
         self.frozen, self.bundle = True, None
 
     def _pairs(self, tiles: Tiles) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Means and half differences `[B, Hkv, S, D]` of the pairs of each tile, and which `[B, S]` hold a token."""
         for k, valid in tiles():
-            mean, half, count = pairs_of(k, sent(valid.numpy(), self.device))
+            mean, half, count = pairs_of(k, sent(valid.numpy(), k.device))
             yield mean, half, count > 0
 
-    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         each = len(ids) // len(self.center)
-        statistics = (getattr(self, name).repeat_interleave(each, 0) for name in self.statistics)
-        seal_submeans(ids, k, valid, *(self.blocks.tensors[name] for name in self.tensors()), *statistics)
+        statistics = (getattr(self, name).to(k.device).repeat_interleave(each, 0) for name in self.statistics)
+        seal_submeans(ids, k, valid, *(into[name] for name in self.tensors()), *statistics)
 
     def select_rows(self, rows: np.ndarray) -> None:
         super().select_rows(rows)

@@ -1,4 +1,4 @@
-"""Building the digests of full blocks (sealing), from keys on the model's device where those are available."""
+"""Building the digests of full blocks (sealing) on the model's device; those of the host are copied down."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None, wait: bool)
         valid = store.padding.valid[:, first * size : (first + count) * size].reshape(-1, size) != 0
         ids = store.table[:, first : first + count].astype(np.int64).ravel()
         with digests.lock:
-            digests.seal(sent(ids, digests.device), k.flatten(0, 1), sent(valid, digests.device))
+            digests.seal(sent(ids, digests.device), k.flatten(0, 1), sent(valid, k.device))
     store.sealed = full
 
 
@@ -77,9 +77,8 @@ def _holds_enough(store: BlockStore, stop: int, wait: bool) -> bool:
 
 
 def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous, on the digests' device."""
-    assert store.digests is not None
-    device = store.digests.device
+    """Keys of `count` tokens from `first` on, `[B, Hkv, count, D]` contiguous, on the model's device."""
+    device = store.device
     start = store.length - newest.shape[2]
     cached = min(max(start - first, 0), count)
     if cached == count:

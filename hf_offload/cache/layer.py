@@ -335,7 +335,7 @@ class HybridLayer(CacheLayerMixin):
 
     def count(self, name: str, value: torch.Tensor | float) -> None:
         """Record a tensor or a number for the statistics (`Tally.add`)."""
-        if self.mirror.capture is not None and isinstance(value, torch.Tensor):
+        if self.mirror.capture is not None:
             self.mirror.capture.count(self, name, value)
         else:
             self.tally.add(name, value)

@@ -81,7 +81,7 @@ class Residence:
         now = blocks_soon(layer.store.length, layer.settings.block_size)
         held = {peer.resident.slots for peer in peers if peer.resident is not None}
         if len(held) == 1 and (have := min(held)) >= now:
-            return have
+            return int(have)
         free = free_device_memory(device)
         if free is None:
             return self.fallback

@@ -103,6 +103,7 @@ class Capture:
             handover.wait_for_flag(self.flags[0, :1], self.epoch, self.late, spins=self._spins)
         self.announced: list[Announced] = []
         self._counts: list[tuple[HybridLayer, str, torch.Tensor]] = []
+        self._numbers: list[tuple[HybridLayer, str, float]] = []
         self._ledger: Ledger | None = None
         self._side = stream_for(CAPTURE_SIDE, device) if pin else None
         self._forked = False
@@ -145,9 +146,12 @@ class Capture:
         done = self.flags[2 * self._number(key) + 1, :1]
         handover.wait_for_flag(done, self.epoch, self.late, spins=self._spins)
 
-    def count(self, layer: HybridLayer, name: str, value: torch.Tensor) -> None:
-        """Register a tensor whose sum each replay adds to a layer's statistics."""
-        self._counts.append((layer, name, value.sum().float()))
+    def count(self, layer: HybridLayer, name: str, value: torch.Tensor | float) -> None:
+        """Register a tensor whose sum, or a number, which each replay adds to a layer's statistics."""
+        if isinstance(value, torch.Tensor):
+            self._counts.append((layer, name, (value.sum() if value.ndim else value).float()))
+        else:
+            self._numbers.append((layer, name, value))
 
     def finish(self) -> None:
         """End the step's capture: join the recall stream and gather the counters."""
@@ -168,6 +172,8 @@ class Capture:
 
     def tally(self) -> None:
         """Add the last replay's counters to the layers' statistics, without waiting for the device."""
+        for layer, name, value in self._numbers:
+            layer.tally.add(name, value)
         if self.counted is None:
             return
         if self._ledger is None:

@@ -150,7 +150,7 @@ def lacking_room(device: torch.device, nbytes: int) -> str | None:
 def tell_eager(reason: str, stacklevel: int) -> None:
     """Warn that decode steps run eagerly, and why."""
     warnings.warn(
-        f"decode steps run without a CUDA graph, several times as long, and look no layer ahead: {reason}; "
+        f"decode steps run without a CUDA graph and take several times as long, and none looks a layer ahead: {reason}; "
         "cuda_graph=False does so without this warning",
         RuntimeWarning,
         stacklevel=stacklevel + 1,

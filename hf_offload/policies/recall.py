@@ -102,11 +102,11 @@ class RecallClock:
         self.since.zero_()
         self.ratio.fill_(torch.nan)
 
-    def due(self, cpu_ratio: torch.Tensor) -> torch.Tensor | None:
+    def due(self, cpu_ratio: torch.Tensor | float) -> torch.Tensor | None:
         """Count one step and decide whether the layer recalls after it.
 
         Args:
-            cpu_ratio: fp32 `[]`, the CPU's tokens of this step as a share of the budget.
+            cpu_ratio: fp32 `[]`, or a number: the CPU's tokens of this step as a share of the budget.
 
         Returns:
             int32 `[1]` on the device, 0 or 1, so that the host need not wait; None if the layer never recalls.
