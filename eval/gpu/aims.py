@@ -17,8 +17,8 @@ SCRIPTS = FEW, MANY
 FULL = "full-resident-graph"
 # Context, batch, row and script of what the aims of decoding compare.
 CASES = (
-    (32 * K, 1, FULL, None),
     (32 * K, 1, "default-graph", None),
+    (32 * K, 1, FULL, None),
     (32 * K, 1, "scout-graph", FEW),
     (32 * K, 8, FULL, None),
     (32 * K, 8, "default-graph", None),

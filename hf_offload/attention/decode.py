@@ -136,7 +136,7 @@ def look_ahead(layer: HybridLayer, query: torch.Tensor) -> None:
     with uncast(layer.device_type), layer.mirror.current():
         if layer.unplaced:
             decode_split.place(layer, query)
-        if layer.is_dense(layer.past + 1):
+        if not layer.may_begin_early(layer.past + 1):
             return
         step = SplitStep(layer, query[:, :, 0], layer.past + 1, layer.scores)
         layer.policy.before_layer(step)

@@ -50,6 +50,11 @@ class Step(ABC):
         """Number of newest sealed blocks that are always attended."""
 
     @property
+    def all_resident(self) -> bool:
+        """Whether all blocks are resident, so that the CPU has no part in the step; False with one memory."""
+        return False
+
+    @property
     def host_end(self) -> int:
         """Number of the first of the newest blocks that are always attended."""
         return max(self.store.sealed - self.recent_blocks, 0)

@@ -135,7 +135,7 @@ class SplitStep(Step):
         return self.select(torch.zeros_like(self.resident.worth), 0, newest)
 
     def draw(self, join: str, samples: int) -> Selection:
-        if self._all_resident:
+        if self.all_resident:
             return self.all_blocks()
         partial = DrawnHostPartial.of(self, samples, join)
         partial.cancel()
@@ -143,7 +143,7 @@ class SplitStep(Step):
 
     def all_blocks(self) -> Selection:
         shape, device = (self.store.batch, self.store.num_kv_heads, self.store.table.shape[1]), self.query.device
-        if self._all_resident:
+        if self.all_resident:
             return self.resident_blocks()
         blocks = torch.arange(shape[2], dtype=torch.int32, device=device).expand(shape).contiguous()
         count = (self.limits[:1] + self.block_size - 1) // self.block_size
@@ -171,8 +171,8 @@ class SplitStep(Step):
         return Selection(blocks, counts, self.block_size, slots=slots)
 
     @property
-    def _all_resident(self) -> bool:
-        return not self.layer.unplaced and self.layer.fits_device(self.length)
+    def all_resident(self) -> bool:
+        return self.layer.holds_all(self.length)
 
     def resident_blocks(self) -> Selection:
         """As in `Step`: in the order of their slots; free ones, -1, come last while all blocks are resident."""
@@ -190,10 +190,8 @@ class SplitStep(Step):
         if selection.weights is not None:
             return self.resident_blocks(), selection
         parts = split_blocks(selection.items, selection.counts, self.resident.slot_of)
-        return (
-            self._selection(parts.near, parts.near_counts, parts.near_slots),
-            self._selection(parts.far, parts.far_counts),
-        )
+        near = self._selection(parts.near, parts.near_counts, parts.near_slots)
+        return near, None if self.all_resident else self._selection(parts.far, parts.far_counts)
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +212,7 @@ class SplitStep(Step):
 
     def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         resident = self.resident
-        if self._all_resident:
+        if self.all_resident:
             return self.attend(chosen)
         if resident.slots > chosen.items.shape[2]:  # other resident blocks stay while there are slots
             score = torch.where(self._marks(chosen) | (resident.slot_of >= 0), score, -torch.inf)
@@ -277,7 +275,7 @@ class SplitStep(Step):
         self.resident.learn(score, self.limits, smoothing)
 
     def recall(self, clock: Any) -> None:
-        if self._all_resident:
+        if self.all_resident:
             return
         due = clock.due(self.cpu_ratio)
         if due is None:

@@ -310,9 +310,17 @@ class HybridLayer(CacheLayerMixin):
         least = self.settings.resident // self.settings.block_size
         return self.settings.residence is None or (self.resident is not None and self.resident.slots == least)
 
+    def holds_all(self, length: int) -> bool:
+        """Whether all blocks of `length` tokens are resident in a step with so many."""
+        return not self.unplaced and self.fits_device(length)
+
+    def may_begin_early(self, length: int) -> bool:
+        """Whether a step with `length` tokens may have a part for the host, to be begun one layer ahead."""
+        return not (self.requirements.holds_all and self.holds_all(length))
+
     def is_dense(self, length: int) -> bool:
         """Whether a step with `length` tokens attends all of them on the device, without a choice."""
-        return not self.unplaced and self.fits_device(length) and self.policy.attends_all(self, length)
+        return self.holds_all(length) and self.policy.attends_all(self, length)
 
     def drain_ahead(self) -> None:
         """Wait for the host partial that was started a layer ahead, and drop it."""

@@ -109,7 +109,7 @@ class Attachment:
         layer = cache.layers[target] if target < min(len(cache.layers), len(self.layers)) else None
         if hidden is None or hidden.shape[-2] != 1 or not isinstance(layer, HybridLayer) or layer.scores is None:
             return
-        if not layer.past or not layer.looks_ahead or layer.is_dense(layer.past + 1):
+        if not layer.past or not layer.looks_ahead or not layer.may_begin_early(layer.past + 1):
             return
         call = cache.transaction.calls.get(cache.donors.get(target))
         if call is None:

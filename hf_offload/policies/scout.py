@@ -97,7 +97,7 @@ class Scout(Policy):
         smoothing: recall ranks blocks by scores averaged over steps, with this weight on past steps, in [0, 1); 0: the
             last query alone (the paper's).
         attend_resident: whether the device attends `"all"` resident blocks or the `"selected"` ones (the paper's); with
-            `samples` always all. With all, a layer whose query is predicted scores no block with the real one: the CPU
+            `samples` always all. Where all blocks are resident, see `dense`. With all, a layer whose query is predicted scores no block with the real one: the CPU
             attends what the prediction chose, and the blocks' worth is learnt from it.
         place_queries: how many of the prompt's last queries choose the first resident set.
         dense: whether steps attend all tokens while all are resident, without a choice: exact, and no digest is scored.
@@ -250,12 +250,13 @@ class Scout(Policy):
         if not step.layer.two_memories and step.num_blocks <= blocks:  # no resident set whose worth needs scores
             return Plan(step.attend(step.all_blocks()), until=blocks + 1)
         state.predicted = state.ahead = None
-        if ahead is not None and self.attend_resident == "all":  # nothing depends on the real query's scores
+        whole = self.attend_resident == "all" and not step.all_resident
+        if ahead is not None and whole:  # nothing depends on the real query's scores
             return Plan((*step.attend_split(step.resident_blocks(), None), ahead))
         state.score = None
         selection = choice.select(step, predicted, self.smoothing)
         device, host = step.split(selection if ahead is not None else predicted or selection)
-        if self.attend_resident == "all":
+        if whole:
             device = step.resident_blocks() or device
         if ahead is not None:
             return Plan((*step.attend_split(device, None), ahead))
