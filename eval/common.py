@@ -224,7 +224,15 @@ class Row:
             return DynamicCache(config=model.config)
         if self.policy == "static":
             return StaticCache(config=model.config, max_cache_len=length)
-        return hf_offload.HybridCache(model, self.policy, **self.options)
+        return hf_offload.HybridCache(model, self.policy, **{**self._chooses, **self.options})
+
+    @property
+    def _chooses(self) -> dict[str, bool]:
+        """What keeps a policy from attending all while all is resident: its choice is what a row measures."""
+        from hf_offload.policies.registry import POLICIES
+
+        named = POLICIES.get(self.policy) if isinstance(self.policy, str) else None
+        return {"dense": False} if named is not None and "dense" in named.__dataclass_fields__ else {}
 
     def activate(self, model: PreTrainedModel) -> None:
         """Set the attention implementation that goes with this row's caches."""

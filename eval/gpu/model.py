@@ -26,11 +26,12 @@ from common import RESULTS, command, show, write_csv
 from gpu import aims
 from gpu.replay import parse
 from gpu.results import read_table
+from hf_offload.cache.residence import blocks_soon, fitting_slots
 from hf_offload.gpu.kv_copy import FETCHERS
+from hf_offload.policies.dense import DENSE_BYTES
 
 K = 1 << 10
 LAYERS, AHEAD = 36, 33  # of which so many have their queries predicted
-SCORINGS = LAYERS + AHEAD  # a layer with a predicted query scores with the real one, too
 KV_HEADS, BLOCK, CHOSEN = 8, 32, 64  # blocks of 16 KiB a KV head
 RECORD, DIGEST = 16384, 1608  # bytes of a block and KV head
 WEIGHTS = 15.14e9  # bytes that a step reads: 36 layers of 192.9 M parameters and the head's 622 M, in bf16
@@ -39,6 +40,9 @@ MODEL_LAUNCHES, AHEAD_LAUNCHES, SCRIPT_LAUNCHES = 1680, 891, 207
 """Small kernels of a step: of the model itself, for predicted queries, and of a script of choices."""
 OTHERS_OF_FULL, OTHERS_OF_SCOUT = 650, 1200
 """Launches that are no small kernels: products and the package's own; they count for the gaps between kernels."""
+LAUNCHES_OF_A_CHOICE, OTHERS_OF_A_CHOICE = 8, 5
+"""In a layer that chooses among resident blocks: small kernels, and scores, tail, join, selection and split."""
+CHOSEN_ROW = "chosen-graph"
 SHOWN = ("code", "context", "batch", "row", "replay", "measured", "predicted", "ratio", "tokens_per_s")
 
 
@@ -85,6 +89,7 @@ class Code:
         slowed: how many times as long small kernels take beside a fetch.
         host: milliseconds between two replays in which the device waits for the host.
         full_hands_over: whether `full` hands over, waits and merges where all blocks are resident.
+        scorings: of all layers in a step of scout: a layer with a predicted query scored with the real one, too.
         launches_of_full, launches_of_scout: small kernels of the package.
     """
 
@@ -94,6 +99,7 @@ class Code:
     slowed: float
     host: float
     full_hands_over: bool
+    scorings: int
     launches_of_full: int
     launches_of_scout: int
 
@@ -103,14 +109,14 @@ BEFORE = Code(
     merge=69.0, merge_row=4.3,  # step_kernels: `merge_kernel`, 69 to 77, 104.5 and 136.7 µs
     slowed=20.0,  # step_kernels: one integer sum takes 1.9 µs without a recall, 30 and 57 beside one
     host=2.7,  # `between` of full and scout, one row at 32k, less the gaps
-    full_hands_over=True, launches_of_full=612, launches_of_scout=1780,  # step_kernels
+    full_hands_over=True, scorings=LAYERS + AHEAD, launches_of_full=612, launches_of_scout=1780,  # step_kernels
 )  # fmt: skip
 AFTER = Code(
     "after",
     # All estimates: a round trip of the bus and 33 KB a row at 50 GB/s; 24 of 132 processors busy with copies; the
     # launch and what comes before it.
     merge=4.0, merge_row=0.66, slowed=1.05, host=0.5,
-    full_hands_over=False, launches_of_full=0, launches_of_scout=1780,
+    full_hands_over=False, scorings=LAYERS, launches_of_full=0, launches_of_scout=1050,  # h200/decode: `launches`
 )  # fmt: skip
 
 
@@ -120,7 +126,7 @@ class Work:
 
     Args:
         context, batch: tokens, rows.
-        row: `scout-graph`, `scout-no-recall-graph` or `full-resident-graph`.
+        row: `scout-graph`, `scout-no-recall-graph`, `chosen-graph` or `full-resident-graph`.
         replay: the script of choices, or "none".
         miss: share of the chosen blocks that the CPU attends.
         recalled: bytes that a step recalls.
@@ -179,7 +185,8 @@ def pieces(work: Work, code: Code, machine: Machine) -> dict[str, float]:
         "products": WEIGHTS / machine.products / 1e6 + machine.products_row * work.batch,
         "small": MODEL_LAUNCHES * each / 1000,
     }
-    found |= _full(work, code, machine, each) if work.is_full else _scout(work, code, machine, each)
+    of_row = _full if work.is_full else _chosen if work.row == CHOSEN_ROW else _scout
+    found |= of_row(work, code, machine, each)
     found["between"] = code.host + launches(work, code) * machine.gap / 1000
     return found
 
@@ -188,6 +195,8 @@ def launches(work: Work, code: Code) -> int:
     """Kernels of a step."""
     if work.is_full:
         return MODEL_LAUNCHES + OTHERS_OF_FULL + code.launches_of_full
+    if work.row == CHOSEN_ROW:
+        return MODEL_LAUNCHES + OTHERS_OF_FULL + LAYERS * (LAUNCHES_OF_A_CHOICE + OTHERS_OF_A_CHOICE)
     script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
     return MODEL_LAUNCHES + AHEAD_LAUNCHES + OTHERS_OF_SCOUT + code.launches_of_scout + script
 
@@ -205,16 +214,28 @@ def _full(work: Work, code: Code, machine: Machine, each: float) -> dict[str, fl
     return found | {"package": code.launches_of_full * each / 1000}
 
 
-def _scout(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
+def _chosen(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
+    scoring = _scoring(work, machine) | {
+        "attend": _attention(work.lines * CHOSEN * RECORD, machine), "merge": 4.0, "write": 2.1,
+    }  # fmt: skip
+    return _a_layer(scoring) | {"package": LAYERS * LAUNCHES_OF_A_CHOICE * each / 1000}
+
+
+def _scoring(work: Work, machine: Machine) -> dict[str, float]:
+    """Microseconds of one scoring and its selection."""
     digests = work.lines * (work.context // BLOCK) * DIGEST
-    chosen = work.lines * CHOSEN * RECORD
-    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
-    scoring = {
+    return {
         "score": machine.score_fixed + digests / machine.score / 1000,
         "select": 11.5 + 0.3 * work.batch + 6.0 * (work.context / (32 * K) - 1),  # join and split of the list, too
         "tail": 3.7,  # attention to the open block
     }  # the last two: step_kernels
-    found = {name: SCORINGS * spent / 1000 for name, spent in scoring.items()}
+
+
+def _scout(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
+    chosen = work.lines * CHOSEN * RECORD
+    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
+    scoring = _scoring(work, machine)
+    found = {name: code.scorings * spent / 1000 for name, spent in scoring.items()}
     found |= {
         "query ahead": QUERY_WEIGHTS / machine.products / 1e6 + AHEAD_LAUNCHES * each / 1000,
         "package": (code.launches_of_scout + script) * each / 1000,
@@ -325,6 +346,40 @@ def check(tables: aims.Tables) -> list[dict[str, Any]]:
     return rows + [predict(work, code, machine) for work in others]
 
 
+CARDS = {
+    "80 GB": (Machine(), 62e9, 77.0),
+    "24 GB": (Machine(device=1000.0, products=800.0, score=400.0, fetch=22.0), 6e9, 35.0),
+}
+"""By card, its speeds, the bytes that weights of 16 GB leave free, and a step of `DynamicCache`, ms, where it fits. An
+H100, whose Python takes the time of that, and an estimate of a card with 1 TB/s behind PCIe 4."""
+SHAPES = (32 * K, 1), (32 * K, 8), (64 * K, 8), (64 * K, 40)
+
+
+def defaults() -> list[dict[str, Any]]:
+    """What a cache takes by default on some cards, beside what it could have taken; milliseconds a step."""
+    rows = []
+    for card, (machine, free, stock) in CARDS.items():
+        for context, batch in SHAPES:
+            blocks, lines = blocks_soon(context, BLOCK), LAYERS * batch * KV_HEADS
+            digests, whole = blocks * lines * DIGEST, blocks * lines * RECORD
+            slots = fitting_slots(int(free - digests), blocks, lines * RECORD, lines * DIGEST, 3 * CHOSEN // 2)
+            fits = slots >= blocks
+            dense = fits and whole / LAYERS <= DENSE_BYTES
+            ways = {"split": scripted(context, batch, aims.FEW)}
+            if fits:
+                ways |= {"full": full(context, batch), "chosen": Work(context, batch, CHOSEN_ROW, "none")}
+            least = digests + lines * 3 * CHOSEN // 2 * RECORD
+            times = {name: sum(pieces(work, AFTER, machine).values()) for name, work in ways.items()}
+            default = "full" if dense else "chosen" if fits else "split"
+            rows.append({
+                "card": card, "context": context, "batch": batch, "default": default if least <= free else "none fits",
+                "ms": times[default] if least <= free else None, "of_best": times[default] / min(times.values()),
+                **{f"{name}_ms": times.get(name) for name in ("full", "chosen", "split")},
+                "stock_ms": stock if whole <= free else None,
+            })  # fmt: skip
+    return rows
+
+
 def nothing(name: str) -> list[dict[str, Any]]:
     """The tables of a check that has measured nothing."""
     return []
@@ -342,6 +397,9 @@ def main(
     rows += check(nothing if measured is None else partial(read_table, measured))
     show("milliseconds a step", rows, SHOWN)
     write_csv(out, rows)
+    chosen = defaults()
+    show("by default", chosen)
+    write_csv(out.with_name("defaults.csv"), chosen)
 
 
 if __name__ == "__main__":

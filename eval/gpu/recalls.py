@@ -53,7 +53,7 @@ def fetch(options: Options, programs: int) -> Iterator[dict[str, Any]]:
                 spread = timer.device_time(operation.call)
                 speed = operation.link_bytes / spread["p50"] / 1000
                 variant = f"all slots, D {dim} block {block}"
-                yield {"variant": variant, "programs": programs, "batch": size.batch, **spread, "gb_per_s": speed}
+                yield {"variant": variant, "batch": size.batch, **spread, "gb_per_s": speed}
 
 
 def ones_beside(timer: Timer, call: Callable[[], Any] | None) -> float:

@@ -68,6 +68,21 @@ def test_what_was_changed_shows() -> None:
     assert many["attend"] < few["attend"]
 
 
+def test_the_default_is_never_the_worst_choice() -> None:
+    """At most 1.05 times the best of ours, and below the stock cache where that fits."""
+    told = model.defaults()
+    assert {(row["card"], row["default"]) for row in told} >= {
+        ("80 GB", "full"),
+        ("80 GB", "chosen"),
+        ("80 GB", "split"),
+        ("24 GB", "split"),
+    }
+    for row in told:
+        if row["ms"] is not None:
+            assert row["of_best"] <= 1.05
+            assert row["stock_ms"] is None or row["ms"] < row["stock_ms"]
+
+
 def test_a_cpu_that_takes_longer_than_the_device_is_waited_for() -> None:
     work, slow = model.scripted(32 * K, 8, aims.MANY), model.Machine(cpu=1.0)
     each = work.miss * work.lines * model.CHOSEN * model.RECORD / slow.cpu / 1e6
