@@ -637,14 +637,48 @@ def tuned() -> str:
     return f"{found[1]} ms a token (`DynamicCache`: {found[2]} ms) at a KL of {found[3]}"
 
 
-def gpu_table() -> str:
+def gpu_defaults() -> str:
+    """What a cache takes by default, by the model of a step."""
+    names = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
+
+    def told(column: str) -> Callable[[Line], str]:
+        return lambda one: number(one[column], 3) if one[column] else "–"
+
+    return listing(
+        _file("h100/defaults"),
+        {
+            "card": lambda one: one["card"], "context": lambda one: f"{int(one['context']):,}",
+            "rows": lambda one: one["batch"], "by default": lambda one: names.get(one["default"], one["default"]),
+            "attend all": told("full_ms"), "choose": told("chosen_ms"), "few resident": told("split_ms"),
+            "`DynamicCache`": told("stock_ms"),
+        },
+    )  # fmt: skip
+
+
+def gpu_h200() -> str:
+    """Decoding on an H200; the rows by default whose code was changed after it are left out."""
+    found = [one for one in _file("h200/decode") if one["p50"]]
+    return gpu_table([one for one in found if not (one["row"] == "default-graph" and int(one["batch"]) > 1)])
+
+
+def gpu_idle_time(what: str) -> str:
+    """Milliseconds of a step of a full cache and of the default on an H200 in which the device computes, or idles."""
+    told = []
+    for name in ("full-resident-graph", "default-graph"):
+        one = row("h200/decode", row=name, context=32768, batch=1, commit="d172962")
+        spent = float(one["busy"]) * float(one["profiled"]) if what == "busy" else float(one["between"])
+        told.append(number(spent, 2))
+    return " and ".join(told) + " ms"
+
+
+def gpu_table(found: list[Line] | None = None) -> str:
     """Decoding on a GPU; rows that did not fit are left out."""
-    found = [one for one in _file("h100/decode") if one["p50"]]
+    found = [one for one in _file("h100/decode") if one["p50"]] if found is None else found
     found.sort(key=lambda one: (int(one["context"]), int(one["batch"])))
     ways = {
         "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
         "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
-        "scout-quest": '`scout`, `digest="quest"`',
+        "scout-quest": '`scout`, `digest="quest"`', "default": "`scout`, all resident (the default)",
     }  # fmt: skip
 
     def way(one: Line) -> str:
@@ -724,8 +758,12 @@ def gpu_ablation() -> str:
 
 def gpu_tests() -> str:
     """How many tests passed on a GPU, and how many did not."""
-    passed, failed = (sum(int(one[kind]) for one in rows("h100/correctness")) for kind in ("passed", "failed"))
-    return f"{passed} tests passed, {failed or 'none'} failed"
+
+    def told(name: str) -> str:
+        passed, failed = (sum(int(one[kind]) for one in rows(f"{name}/correctness")) for kind in ("passed", "failed"))
+        return f"{passed} tests passed, {failed or 'none'} failed"
+
+    return f"{told('h100')}; on an H200 {told('h200')}, as many as there was time for"
 
 
 def sources(files: str) -> str:
@@ -843,7 +881,32 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-predictor-share": lambda: percent(row("context_attention_predict", context=8192)["predict_share"], 1),
     "papers-tau": tau,
     # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
-    "gpu-sources": partial(sources, "h100/*.csv"),
+    "gpu-sources": partial(sources, "h[12]00/*.csv"),
+    "gpu-defaults": gpu_defaults,
+    "gpu-h200": gpu_h200,
+    "gpu-first-token": lambda: number(row("h200/prompt", row="default")["first"], 2) + " s",
+    "gpu-busy": lambda: gpu_idle_time("busy"),
+    "gpu-between": lambda: gpu_idle_time("between"),
+    "gpu-chosen-before": lambda: " and ".join(
+        number(row("h200/decode", row="default-graph", context=context, batch=8)["p50"], 3)
+        for context in (32768, 65536)
+    ),
+    "gpu-filled": lambda: " and ".join(
+        number(row("h200/decode", row="full-resident-graph", batch=8, commit=commit)["fill_s"], 2) + " s"
+        for commit in ("81ec37f", "d172962")
+    ),
+    "gpu-stock-h200": lambda: number(row("h200/decode", row="dynamic")["p50"], 3) + " ms",
+    "gpu-pinning": lambda: " and ".join(
+        number(row("h200/pieces", variant=f"{pages}, pinning")["gb_per_s"], 2) for pages in ("ordinary", "huge")
+    ),
+    "gpu-full-h200": lambda: " and ".join(
+        number(row("h200/decode", row="full-resident-graph", batch=batch, commit="d172962")["p50"], 3)
+        for batch in (1, 8)
+    ),
+    "gpu-scout-h200": lambda: " and ".join(
+        number(row("h200/decode", row="scout-graph", context=context, batch=8, commit="d172962")["p50"], 3)
+        for context in (32768, 65536)
+    ),
     "gpu-decode": gpu_table,
     "gpu-tests": gpu_tests,
     "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),

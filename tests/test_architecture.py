@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "files": {"files", "cache", "blocks", "cpu"},
     "policies": {"policies", "blocks.digests"},
     "policies/fluxion": {
-        "policies.base", "policies.dense", "policies.fluxion", "cache", "blocks", "cpu", "gpu", "files.fingerprint",
+        "policies.base", "policies.fluxion", "cache", "blocks", "cpu", "gpu", "files.fingerprint",
         "attention.host_partial", "attention.merge",
     },
     "policies/hgca": {

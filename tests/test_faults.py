@@ -45,13 +45,8 @@ def broken_call(*args: Any, **kwargs: Any) -> Any:
     [
         ({}, LaunchSequence, "run"),
         ({**SPLIT}, BlockHostPartial, "_launches"),
-        # All blocks resident: how an early host partial is attended would depend on when they were placed.
-        ({**SPLIT, "resident": 512, "dense": False, "lookahead": "attend"}, BlockHostPartial, "_launches"),
-        (
-            {**SPLIT, "resident": 512, "dense": False, "lookahead": "attend", "synchronous_layers": (0,)},
-            Worker,
-            "divide",
-        ),
+        ({**SPLIT, "lookahead": "attend"}, BlockHostPartial, "_launches"),
+        ({**SPLIT, "lookahead": "attend", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),
         ({**SPLIT, **DRAWN}, BlockHostPartial, "_launches"),
         ({**SPLIT, **DRAWN, "lookahead": "select", "synchronous_layers": (0,)}, Worker, "divide"),

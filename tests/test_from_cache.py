@@ -177,8 +177,8 @@ def test_padding_may_be_told_later(oracle: dict[Any, Any]) -> None:
 def test_what_looks_ahead_does_so_from_the_second_step_on(oracle: dict[Any, Any]) -> None:
     """Before the first one nobody knows the scale of the softmax."""
     model, filled, token, mask, _ = stock_run(oracle, "llama", 1)
-    knobs = {"budget": 96, "sinks": 16, "recent": 16, "lookahead": "attend", "synchronous_layers": (0,)}
-    knobs |= TIERS["split"] | {"resident": 96, "dense": False}
+    knobs = {"budget": 64, "sinks": 0, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,)}
+    knobs |= TIERS["split"] | {"resident": 48}
     cache = HybridCache.from_cache(filled, model, attention_mask=mask, block_size=BLOCK, **knobs)
     decode(model, cache, token, mask, 5)
     cache.stats()

@@ -120,7 +120,7 @@ def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="hybrid_sparse")
     spread_weights(model)
-    knobs = COVERING | TIERS["split"] | {"lookahead": "attend", "synchronous_layers": (0,), "dense": False}
+    knobs = COVERING | TIERS["split"] | {"lookahead": "attend", "synchronous_layers": (0,), "sinks": 0, "resident": 48}
     cache = HybridCache(model, "scout", **knobs)
     model.generate(prompt(1, 50)[0], past_key_values=cache, max_new_tokens=5, do_sample=False)
     assert cache.stats().as_dict()["query_cosine"] is not None

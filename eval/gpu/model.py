@@ -28,7 +28,7 @@ from gpu.replay import parse
 from gpu.results import read_table
 from hf_offload.cache.residence import blocks_soon, fitting_slots
 from hf_offload.gpu.kv_copy import FETCHERS
-from hf_offload.policies.dense import DENSE_BYTES
+from hf_offload.policies.base import DENSE_BYTES
 
 K = 1 << 10
 LAYERS, AHEAD = 36, 33  # of which so many have their queries predicted
@@ -365,15 +365,17 @@ def defaults() -> list[dict[str, Any]]:
             slots = fitting_slots(int(free - digests), blocks, lines * RECORD, lines * DIGEST, 3 * CHOSEN // 2)
             fits = slots >= blocks
             dense = fits and whole / LAYERS <= DENSE_BYTES
-            ways = {"split": scripted(context, batch, aims.FEW)}
+            ways: dict[str, Work] = {}
+            if digests + lines * 3 * CHOSEN // 2 * RECORD <= free:
+                ways["split"] = scripted(context, batch, aims.FEW)
             if fits:
                 ways |= {"full": full(context, batch), "chosen": Work(context, batch, CHOSEN_ROW, "none")}
-            least = digests + lines * 3 * CHOSEN // 2 * RECORD
             times = {name: sum(pieces(work, AFTER, machine).values()) for name, work in ways.items()}
-            default = "full" if dense else "chosen" if fits else "split"
+            default = "full" if dense else "chosen" if fits else "split" if ways else "none fits"
+            spent, best = times.get(default), min(times.values(), default=None)
             rows.append({
-                "card": card, "context": context, "batch": batch, "default": default if least <= free else "none fits",
-                "ms": times[default] if least <= free else None, "of_best": times[default] / min(times.values()),
+                "card": card, "context": context, "batch": batch, "default": default, "ms": spent,
+                "of_best": None if spent is None or best is None else spent / best,
                 **{f"{name}_ms": times.get(name) for name in ("full", "chosen", "split")},
                 "stock_ms": stock if whole <= free else None,
             })  # fmt: skip

@@ -95,29 +95,28 @@ class DigestStore(ABC):
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """For every tensor that has a block axis: its shape without that axis, and its dtype."""
 
+    @abstractmethod
     def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        """Build the digests of full blocks where their keys are; those of the host are copied there.
+        """Build the digests of full blocks.
 
         Args:
-            ids: `[n]`, physical blocks, equally many of each row, row by row; on the digests' device.
-            k: `[n, Hkv, block_size, D]`, their keys, on the model's device.
-            valid: `[n, block_size]` bool, valid tokens, beside the keys.
+            ids: `[n]`, physical blocks, equally many of each row, row by row.
+            k: `[n, Hkv, block_size, D]`, their keys.
+            valid: `[n, block_size]` bool, valid tokens.
         """
-        kept = self.blocks.tensors
-        if k.device == self.device:
-            self._build(kept, ids, k, valid)
-            return
-        made = {
-            name: torch.empty((len(ids), *row), dtype=dtype, device=k.device)
-            for name, (row, dtype) in self.tensors().items()
-        }
-        self._build(made, torch.arange(len(ids), device=k.device), k, valid)
-        for name, digests in made.items():
-            kept[name][ids] = digests.to(self.device)
 
-    @abstractmethod
-    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        """`seal` into tensors beside the keys, `[P, …]` as `tensors` tells; `ids` are their rows."""
+    def seal_from(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        """`seal` with keys on the model's device: digests of the host are built there and copied."""
+        if k.device == self.device:
+            self.seal(ids, k, valid)
+            return
+        made = type(self)(self.num_kv_heads, self.head_dim, self.block_size, k.device)
+        made.reserve(len(ids))
+        for name in self.statistics:
+            setattr(made, name, getattr(self, name).to(k.device))
+        made.seal(torch.arange(len(ids), device=k.device), k, valid)
+        for name, digests in made.blocks.tensors.items():
+            self.blocks.tensors[name][ids] = digests.to(self.device)
 
     def held(self) -> tuple[torch.Tensor, ...]:
         """The tensors of the digests and their (fixed) statistics; a fork may replace them by larger ones."""
@@ -264,8 +263,8 @@ class VectorStore(DigestStore):
 class MeanStore(VectorStore):
     """The mean key of a block (the digest of MoBA)."""
 
-    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, into["vectors"], into["bias"], bounds=False)
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=False)
 
 
 class QuestStore(VectorStore):
@@ -273,8 +272,8 @@ class QuestStore(VectorStore):
 
     width, sums = 2, False
 
-    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
-        seal_vectors(ids, k, valid, into["vectors"], into["bias"], bounds=True)
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+        seal_vectors(ids, k, valid, self.vectors, self.bias, bounds=True)
 
     def _transform(self, query: torch.Tensor, scale: float) -> torch.Tensor:
         query = query * scale
@@ -349,10 +348,10 @@ class SubMeanStore(DigestStore):
             mean, half, count = pairs_of(k, sent(valid.numpy(), k.device))
             yield mean, half, count > 0
 
-    def _build(self, into: dict[str, torch.Tensor], ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
+    def seal(self, ids: torch.Tensor, k: torch.Tensor, valid: torch.Tensor) -> None:
         each = len(ids) // len(self.center)
-        statistics = (getattr(self, name).to(k.device).repeat_interleave(each, 0) for name in self.statistics)
-        seal_submeans(ids, k, valid, *(into[name] for name in self.tensors()), *statistics)
+        statistics = (getattr(self, name).repeat_interleave(each, 0) for name in self.statistics)
+        seal_submeans(ids, k, valid, *(self.blocks.tensors[name] for name in self.tensors()), *statistics)
 
     def select_rows(self, rows: np.ndarray) -> None:
         super().select_rows(rows)

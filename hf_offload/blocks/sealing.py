@@ -64,7 +64,7 @@ def _seal(store: BlockStore, tile: int, newest: torch.Tensor | None, wait: bool)
         valid = store.padding.valid[:, first * size : (first + count) * size].reshape(-1, size) != 0
         ids = store.table[:, first : first + count].astype(np.int64).ravel()
         with digests.lock:
-            digests.seal(sent(ids, digests.device), k.flatten(0, 1), sent(valid, k.device))
+            digests.seal_from(sent(ids, digests.device), k.flatten(0, 1), sent(valid, k.device))
     store.sealed = full
 
 

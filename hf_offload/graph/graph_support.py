@@ -19,7 +19,7 @@ from hf_offload.policies.base import Policy
 
 SAFE_FAILURES = (2, 12)
 """The first torch with which a capture that fails leaves the process intact."""
-TRIED = ("gpt_neox", "llama", "mistral", "phi3", "qwen2", "qwen3")
+TRIED = ("gpt_neox", "llama", "qwen3")
 """Model types whose captures have passed on a GPU with an older torch."""
 CAPTURE_BYTES = 64 << 20
 """Device memory of a capture beside its logits, roughly: workspaces of matrix products, segments of the allocator."""
@@ -150,8 +150,8 @@ def lacking_room(device: torch.device, nbytes: int) -> str | None:
 def tell_eager(reason: str, stacklevel: int) -> None:
     """Warn that decode steps run eagerly, and why."""
     warnings.warn(
-        f"decode steps run without a CUDA graph and take several times as long, and none looks a layer ahead: {reason}; "
-        "cuda_graph=False does so without this warning",
+        f"decode steps run without a CUDA graph and take several times as long, and none looks a layer ahead: {reason};"
+        " cuda_graph=False does so without this warning",
         RuntimeWarning,
         stacklevel=stacklevel + 1,
     )

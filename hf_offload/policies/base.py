@@ -24,6 +24,37 @@ EVER = 2**31
 """`Plan.until` of a plan that is valid for any number of blocks."""
 
 
+DENSE_BYTES = 640 << 20
+"""Keys and values of a layer, all rows, that a GPU attends in less time than it takes to choose among them."""
+
+
+def check_dense(dense: object) -> None:
+    """Check the knob `dense`.
+
+    Raises:
+        ValueError: the value is not allowed.
+    """
+    if dense != "auto" and not isinstance(dense, bool):
+        raise ValueError(f'dense={shown(dense)} is not True, False or "auto"; use one of these')
+
+
+def attends_all(dense: bool | str, layer: HybridLayer, tokens: int, budget: int) -> bool:
+    """`Policy.attends_all` by the knob `dense`: "auto": within the budget, and where a choice would take longer.
+
+    Args:
+        dense: the knob.
+        layer: the layer.
+        tokens: of a row.
+        budget: tokens that a step would attend.
+    """
+    if dense != "auto":
+        return bool(dense)
+    store = layer.store
+    assert store is not None
+    token_bytes = store.batch * store.num_kv_heads * store.pool.record_bytes / store.block_size
+    return tokens <= budget or tokens * token_bytes <= DENSE_BYTES
+
+
 @dataclass(slots=True)
 class Selection:
     """What each row and KV head attends: NumPy arrays with one memory, device tensors with two.

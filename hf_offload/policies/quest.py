@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.knobs import Moved, check_choice, check_tokens, shown
-from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
+from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection, attends_all, check_dense
 from hf_offload.policies.choices import BUDGET
-from hf_offload.policies.dense import attends_all, check_dense
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -36,7 +35,7 @@ class Quest(Policy):
         sinks: first tokens of a row that are always attended and resident, rounded up to blocks.
         recent: newest tokens in sealed blocks that are always attended and resident, rounded in the same way.
         dense: whether steps attend all tokens while all are resident, without a choice: exact, and no digest is scored.
-            `"auto"`: within the budget, and where a GPU takes less time for it (`dense.DENSE_BYTES`).
+            `"auto"`: within the budget, and where a GPU takes less time for it (`policies.base.DENSE_BYTES`).
 
     Raises:
         ValueError: a knob has a value that is not allowed, or is `samples`, which `scout` has.

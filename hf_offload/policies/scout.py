@@ -11,9 +11,8 @@ import torch
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, check_tokens, shown
-from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection
+from hf_offload.policies.base import EVER, LayerState, Plan, Policy, Requirements, Selection, attends_all, check_dense
 from hf_offload.policies.choices import BUDGET, SAMPLES, SINKS, BestBlocks, DrawnPairs, check_samples
-from hf_offload.policies.dense import attends_all, check_dense
 from hf_offload.policies.recall import ADAPTIVE, RecallClock, check_recall
 
 if TYPE_CHECKING:
@@ -97,11 +96,12 @@ class Scout(Policy):
         smoothing: recall ranks blocks by scores averaged over steps, with this weight on past steps, in [0, 1); 0: the
             last query alone (the paper's).
         attend_resident: whether the device attends `"all"` resident blocks or the `"selected"` ones (the paper's); with
-            `samples` always all. Where all blocks are resident, see `dense`. With all, a layer whose query is predicted scores no block with the real one: the CPU
-            attends what the prediction chose, and the blocks' worth is learnt from it.
+            `samples` always all. With all, a layer whose query is predicted scores no block with the real one: the CPU
+            attends what the prediction chose, and the blocks' worth is learnt from it. Where all blocks are resident,
+            `dense` decides.
         place_queries: how many of the prompt's last queries choose the first resident set.
         dense: whether steps attend all tokens while all are resident, without a choice: exact, and no digest is scored.
-            `"auto"`: within the budget, and where a GPU takes less time for it (`dense.DENSE_BYTES`).
+            `"auto"`: within the budget, and where a GPU takes less time for it (`policies.base.DENSE_BYTES`).
 
     Raises:
         ValueError: a knob has a value that is not allowed.

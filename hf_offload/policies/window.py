@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hf_offload.knobs import check_tokens
-from hf_offload.policies.base import EVER, Plan, Policy, Requirements
-from hf_offload.policies.dense import check_dense
+from hf_offload.policies.base import EVER, Plan, Policy, Requirements, check_dense
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step

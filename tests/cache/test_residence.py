@@ -157,7 +157,7 @@ def test_growing_past_the_budget(over: int, llama: PreTrainedModel, card: Callab
 def test_a_choice_begins_where_attending_takes_longer(
     llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_offload.policies.dense.DENSE_BYTES", 208 * SLOT // 4 // BLOCK)
+    monkeypatch.setattr("hf_offload.policies.base.DENSE_BYTES", 208 * SLOT // 4 // BLOCK)
     made = cache_on(card(100), llama, lookahead="off")
     run(llama, made, 200, 20)
     assert dense(made) == 8 / 20

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import itertools
 import tarfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
 from gpu.results import Results
-from gpu.supervise import Listener, NotApplicable, Report
+from gpu.supervise import NotApplicable
 from gpu.timing import Timer
 from hf_offload import HybridCache, Scout
 from hf_offload.gpu import kv_copy
@@ -254,7 +253,8 @@ def test_aims_are_told_from_what_was_measured(tmp_path: Path) -> None:
     rows = aims.aims(results.table)
     found = [row["measured"] for row in rows]
     assert found == pytest.approx([9.0, 1.25, 1.4, 9.0, 0.06, 1.25, 1.025, 3.2, 2.0, 6.4, 20.0, 1.4])
-    assert [row["met"] for row in rows] == ["yes", "yes", "no", "yes", "yes", "no", "yes", "no", "no", "yes", "yes", "no"]
+    missed = [number for number, row in enumerate(rows) if row["met"] != "yes"]
+    assert missed == [2, 5, 7, 8, 11]
     assert {row["met"] for row in aims.aims(lambda name: [])} == {"not measured"}
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.knobs import check_choice, check_number, check_tokens
-from hf_offload.policies.base import Plan, Policy, Requirements
-from hf_offload.policies.dense import check_dense
+from hf_offload.policies.base import Plan, Policy, Requirements, check_dense
 from hf_offload.policies.fluxion.selector import SelectorState
 from hf_offload.policies.fluxion.step import attend_local, join, select
 
