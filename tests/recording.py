@@ -74,10 +74,11 @@ class CpuRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         assert name not in SYNCHRONISING, f"{func} asks the device for a value in a captured step"
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         written = [
-            value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            named[argument.name]
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
         ]
         for tensor in written:
             self._keep(tensor)

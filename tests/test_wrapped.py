@@ -20,12 +20,9 @@ from hf_offload.model.hooks import find_layers
 from hf_offload.model.lookahead import QueryPredictor, capture_query
 
 AHEAD: dict[str, Any] = {
-    **COVERING,
-    **TIERS["split"],
-    "lookahead": "attend",
-    "synchronous_layers": (0,),
-    "dense": False,
-}
+    **COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,), "sinks": 0, "recent": 0,
+    "block_size": 8, "resident": 32,
+}  # fmt: skip
 
 
 def run(model: Any, cache: Any, batch: int = 2, **arguments: Any) -> Any:

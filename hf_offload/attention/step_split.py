@@ -107,11 +107,11 @@ class SplitStep(Step):
         limits = self.limits  # the token of a predicted query is not stored yet
         if store.length != self.length:
             limits = self.mirror.limits("ahead", store.length, store.sealed)
+        one = self.mirror.every_slot(*shape)[1]
         _, lse = paged_attention(
-            query, self.resident.pool, slot, block, torch.ones_like(block[:, :, 0]), limits, self.valid,
-            **self.scores._asdict(),
-        )  # fmt: skip
-        return lse.logsumexp(-1)
+            query, self.resident.pool, slot, block, one, limits, self.valid, **self.scores._asdict()
+        )
+        return lse[:, :, 0] if lse.shape[2] == 1 else lse.logsumexp(-1)
 
     def select(self, score: torch.Tensor, blocks: int, recent: int | None = None) -> Selection:
         recent = self.recent_blocks if recent is None else recent

@@ -82,6 +82,10 @@ class DeviceMirror:
         """
         return self._mirror(role, (length, sealed), np.array([length, sealed], np.int32))
 
+    def numbers(self, count: int) -> torch.Tensor:
+        """The int32 numbers from 0 to `count` - 1."""
+        return self._mirror(("numbers", count), None, np.arange(count, dtype=np.int32))
+
     def every_slot(self, batch: int, heads: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The numbers of all slots of each row and KV head, int32 `[B, Hkv, R]`, and how many there are, `[B, Hkv]`."""
         shape = batch, heads, slots

@@ -103,9 +103,10 @@ class ResidentSet:
             smoothing: weight of the old worth, 0 … 1; 0 replaces it, also where it is −inf.
         """
         if smoothing:
-            old = torch.arange(score.shape[2], device=score.device, dtype=torch.int32) < self.known
-            score = torch.where(old, smoothing * self.worth + (1 - smoothing) * score, score)
-        self.worth.copy_(score)
+            old = self.mirror.numbers(score.shape[2]) < self.known
+            torch.where(old, torch.add((1 - smoothing) * score, self.worth, alpha=smoothing), score, out=self.worth)
+        else:
+            self.worth.copy_(score)
         self.known.copy_(limits[1:])
 
     def free(self) -> None:

@@ -149,7 +149,7 @@ class Capture:
     def count(self, layer: HybridLayer, name: str, value: torch.Tensor | float) -> None:
         """Register a tensor whose sum, or a number, which each replay adds to a layer's statistics."""
         if isinstance(value, torch.Tensor):
-            self._counts.append((layer, name, (value.sum() if value.ndim else value).float()))
+            self._counts.append((layer, name, value.sum(dtype=torch.float32) if value.ndim else value.float()))
         else:
             self._numbers.append((layer, name, value))
 

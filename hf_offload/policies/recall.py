@@ -64,8 +64,9 @@ class RecallClock:
     Args:
         interval: steps between recalls; 0: never; None: when the moving average of the CPU ratio exceeds `threshold`.
         threshold: the largest allowed CPU ratio.
-        since: fp32 `[]`, steps since the last recall.
-        ratio: fp32 `[]`, moving average of the CPU ratio since then, weight 1/2 on the last step; NaN: no step yet.
+        since: fp32 `[]`, with an interval: steps since the last recall.
+        ratio: fp32 `[]`, without one: moving average of the CPU ratio, weight 1/2 on the last step. It begins anew
+            behind a recall, that is, where it exceeds the threshold; NaN: no step yet.
     """
 
     interval: int | None
@@ -113,10 +114,13 @@ class RecallClock:
         """
         if self.interval == 0:
             return None
-        since = self.since + 1
-        # The average keeps a single odd token from a recall: the next token often needs the old blocks again.
-        ratio = torch.where(self.ratio.isnan(), cpu_ratio, (self.ratio + cpu_ratio) / 2)
-        due = ratio > self.threshold if self.interval is None else since >= self.interval
-        self.since.copy_(torch.where(due, 0.0, since))
-        self.ratio.copy_(torch.where(due, torch.nan, ratio))
+        if self.interval is None:
+            # The average keeps a single odd token from a recall: the next token often needs the old blocks again.
+            goes_on = self.ratio <= self.threshold
+            ratio = torch.as_tensor(cpu_ratio, dtype=torch.float32, device=self.ratio.device)
+            torch.where(goes_on, self.ratio.lerp(ratio, 0.5), ratio, out=self.ratio)
+            found = torch.empty(1, dtype=torch.int32, device=self.ratio.device)
+            return torch.gt(self.ratio.view(1), self.threshold, out=found)
+        due = self.since.add_(1) >= self.interval
+        self.since.masked_fill_(due, 0)
         return due.to(torch.int32).view(1)

@@ -43,4 +43,5 @@ def test_every_kernel_of_triton_has_its_function():
     files = pkgutil.iter_modules(hf_offload.gpu.__path__)
     modules = [importlib.import_module(f"hf_offload.gpu.{file.name}") for file in files]
     names = {name for module in [*modules, resident_weights] for name in vars(module) if name.endswith("_kernel")}
+    names.remove("fetch_packed_kernel")  # that `fetch` launches in place of its other one
     assert set(launches.all_kernels().values()) == names
