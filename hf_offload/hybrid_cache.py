@@ -72,7 +72,7 @@ class HybridCache(Cache):
             to try what a GPU would do. `"one"`: one memory; a ValueError for a model on a GPU.
         block_size: tokens in a block: 8, 16, 32, 64 or 128; None: the policy's own, 32 or 16.
         resident: tokens that a row and KV head keeps on the device, with two memories. `"auto"` (or None): all, while a
-            GPU has room for them, else one and a half budgets, or the window (`docs/scale.md`).
+            GPU has room for them, else one and a half budgets, or the window (`docs/device-memory.md`).
         device_budget: in place of `resident`: device memory for the resident blocks of all layers, in bytes or as a
             string such as `"2GiB"` or `"512MB"`. All layers get an equal share. It covers the digests of the first
             tokens; digests of later ones come on top. Or `"64 blocks"`: for each row and KV head of a layer.

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hf_offload.gpu.streams import RECALLS, stream_for
+
 _HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with 4 KiB pages
 _TURN = 4
 TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
@@ -129,9 +131,15 @@ class _Region(mmap.mmap):
         return None
 
     def __del__(self) -> None:
-        if self.locked:
-            with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone
-                _runtime().cudaHostUnregister(self.locked)
+        if not self.locked:
+            return
+        with contextlib.suppress(Exception):  # at the end of the process CUDA may be gone
+            # Kernels may still read it. What torch pins stays mapped; this does not.
+            for device in (torch.device("cuda", number) for number in range(torch.cuda.device_count())):
+                if torch.cuda.memory_allocated(device):
+                    torch.cuda.current_stream(device).synchronize()
+                    stream_for(RECALLS, device).synchronize()
+            _runtime().cudaHostUnregister(self.locked)
 
 
 def _runtime() -> Any:

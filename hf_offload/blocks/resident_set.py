@@ -112,7 +112,7 @@ class ResidentSet:
     def free(self) -> None:
         """Give the memory of the slots back; nothing is done with the set afterwards."""
         self.wait()
-        self.pool = self.pool[:, :, :0].clone()
+        self.pool, self.slots = self.pool[:, :, :0].clone(), 0
 
     def clear(self) -> None:
         """Make all slots free."""

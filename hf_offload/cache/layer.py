@@ -484,6 +484,9 @@ class HybridLayer(CacheLayerMixin):
             return
         self.drain()
         self.snapshots.clear()
+        if len(rows) > self.store.batch and not self.is_least:  # of more rows the device may hold less
+            self.unplace()
+            self.resize_resident(0)
         self.store.select_rows(rows)
         if self.resident is not None:
             self.resident.select_rows(rows)

@@ -196,6 +196,42 @@ def test_more_rows_ask_again(llama: PreTrainedModel, card: Callable[[float], Car
     assert slots(made) == {LEAST}
 
 
+def test_rows_that_become_more_ask_again(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
+    there = card(40)
+    made = cache_on(there, llama)
+    run(llama, made, 200, 4)
+    ids, _ = prompt(1, 206)
+    for rows, resident in ((2, {17}), (4, {LEAST})):
+        made.batch_repeat_interleave(2)
+        with torch.no_grad():
+            found = llama(ids[:, 204:205].expand(rows, 1), past_key_values=made).logits
+        made.crop(-1)
+        assert slots(made) == resident
+        assert torch.equal(found, found[:1].expand_as(found))
+
+
+def test_memory_that_lacks_for_the_least_is_told_and_may_be_there_later(
+    llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = cache_on(card(100), llama)
+    want = run(llama, HybridCache(llama, "full", **SPLIT, resident=512), 200, 4)
+
+    def lacks(store: Any, wanted: int, mirror: Any) -> ResidentSet:
+        if wanted:
+            raise torch.OutOfMemoryError("no memory")
+        return ResidentSet(store, wanted, mirror)
+
+    monkeypatch.setattr(layers, "ResidentSet", lacks)
+    ids, _ = prompt(1, 204)
+    with torch.no_grad():
+        llama(ids[:, :200], past_key_values=made)
+        with pytest.warns(RuntimeWarning, match="ran out"), pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            llama(ids[:, 200:201], past_key_values=made)
+        monkeypatch.setattr(layers, "ResidentSet", ResidentSet)
+        rows = [llama(ids[:, i : i + 1], past_key_values=made).logits for i in range(200, 204)]
+    assert torch.cosine_similarity(torch.cat(rows, 1), want, dim=-1).min() > 0.3
+
+
 @pytest.mark.parametrize("failing", range(4))
 @pytest.mark.parametrize(("times", "left"), [(1, 12), (2, LEAST)])
 def test_memory_that_runs_out(
