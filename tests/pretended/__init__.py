@@ -108,7 +108,7 @@ def install() -> None:
         "device": lambda device: contextlib.nullcontext(),
         "is_bf16_supported": lambda *args, **kwargs: True,
         "get_device_capability": lambda *args: (7, 5),
-        "get_device_name": lambda *args: "simulated",
+        "get_device_name": lambda *args: "a simulated device",
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
