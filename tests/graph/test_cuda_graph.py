@@ -124,7 +124,10 @@ def test_blocks_that_fill_up_behind_a_long_prompt_capture_nothing_anew(monkeypat
     assert len(records) == 1
 
 
-@pytest.mark.parametrize(("policy", "knobs"), [("full", {}), ("scout", {**DRAWN, "lookahead": "attend"})])
+@pytest.mark.parametrize(
+    ("policy", "knobs"),
+    [("full", {}), ("scout", {**DRAWN, "lookahead": "attend"}), ("scout", {**DRAWN, "dense": False})],
+)
 def test_slots_that_run_out_between_two_replays_capture_anew(
     policy: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
