@@ -36,6 +36,7 @@ def row_of(name: str, budget: int) -> common.Row:
     """A row by its name."""
     recall, resident = ROWS[name]
     knobs = {"budget": budget, "lookahead": "attend", "recall": recall, "resident": int(budget * resident)}
+    knobs["attend_resident"] = "selected"  # the paper's: only so is it known what the real query selects
     return common.Row(name, "scout", {"tier": "split"} | knobs)
 
 

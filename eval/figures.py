@@ -692,6 +692,8 @@ def gpu_table(found: list[Line] | None = None) -> str:
         "KV on the device, GiB": cell("device_kv_gib"),
         "CPU": lambda one: percent(one["cpu_ratio"]) if one["cpu_ratio"] else "–",
     }  # fmt: skip
+    if len({one["commit"] for one in found}) > 1:
+        columns["commit"] = lambda one: one["commit"]
     return listing(found, columns)
 
 

@@ -425,7 +425,7 @@ class HybridCache(Cache):
             with suppress(Exception):  # a state of the user's own may raise what it likes
                 self.drain(quiet=True)
             if self.graph is not None:
-                self.graph.close()
+                self.graph.reset()
             self.transaction.commit()
             self._looks_ahead, self._pace = {}, Pace()
             self.settings.drafts.forget()

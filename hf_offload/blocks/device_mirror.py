@@ -84,14 +84,20 @@ class DeviceMirror:
 
     def numbers(self, count: int) -> torch.Tensor:
         """The int32 numbers from 0 to `count` - 1."""
-        return self._mirror(("numbers", count), None, np.arange(count, dtype=np.int32))
+        return self._constant(("numbers", count), lambda: np.arange(count, dtype=np.int32))
 
     def every_slot(self, batch: int, heads: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The numbers of all slots of each row and KV head, int32 `[B, Hkv, R]`, and how many there are, `[B, Hkv]`."""
         shape = batch, heads, slots
-        numbers = np.broadcast_to(np.arange(slots, dtype=np.int32), shape)
-        counts = np.full(shape[:2], slots, np.int32)
-        return self._mirror(("slots", shape), None, numbers), self._mirror(("slot counts", shape), None, counts)
+        return (
+            self._constant(("slots", shape), lambda: np.broadcast_to(np.arange(slots, dtype=np.int32), shape)),
+            self._constant(("slot counts", shape), lambda: np.full(shape[:2], slots, np.int32)),
+        )
+
+    def _constant(self, name: object, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        """The tensor of a name, made once."""
+        held = self._held.get(name)
+        return self._mirror(name, None, make()) if held is None else held[1]
 
     def valid(self) -> torch.Tensor | None:
         """`[B, T]` uint8, 1 where a token may be attended; None while all may."""

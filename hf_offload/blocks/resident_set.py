@@ -54,6 +54,8 @@ class ResidentSet:
             self.worth = torch.zeros((*shape[:2], 0), dtype=torch.float32, device=store.device)
             self.known = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._transfer: Transfer | None = None
+        self.lacks = False
+        """Whether a copy has failed since the set was placed, so that blocks may be missing though there are slots."""
 
     @property
     def nbytes(self) -> int:
@@ -110,13 +112,14 @@ class ResidentSet:
         self.known.copy_(limits[1:])
 
     def free(self) -> None:
-        """Give the memory of the slots back; nothing is done with the set afterwards."""
+        """Give the memory of the slots back; another set takes this one's place, or is tried again to be had."""
         self.wait()
         self.pool, self.slots = self.pool[:, :, :0].clone(), 0
 
     def clear(self) -> None:
         """Make all slots free."""
         self.wait()
+        self.lacks = False
         self.block_of.fill_(FREE)
         self.slot_of.fill_(FREE)
         self.known.zero_()
@@ -239,6 +242,7 @@ class ResidentSet:
     def _forget(self, moves: Moves) -> None:
         meant = torch.arange(moves.slots.shape[2], device=moves.counts.device) < moves.counts[..., None]
         rows, heads, column = meant.nonzero(as_tuple=True)
+        self.lacks = True
         self.block_of[rows, heads, moves.slots[rows, heads, column].long()] = FREE
         self.slot_of[rows, heads, moves.blocks[rows, heads, column].long()] = FREE
 

@@ -222,7 +222,7 @@ class HybridLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.check_arrivals(key_states, value_states)
         if key_states.shape[2] > 1 and self.settings.residence is not None:
-            self.settings.residence.make_room(self.device, key_states.shape[0], key_states.shape[2])
+            self.settings.residence.make_room(self, key_states.shape[2])
         # `detach` gives new objects that carry the tag; the model's own tensors stay untagged.
         self.pending = pending = key_states.detach(), value_states.detach()
         pending[0]._hybrid_layer = pending[1]._hybrid_layer = self.tag  # type: ignore[attr-defined]
@@ -312,7 +312,8 @@ class HybridLayer(CacheLayerMixin):
 
     def holds_all(self, length: int) -> bool:
         """Whether all blocks of `length` tokens are resident in a step with so many."""
-        return not self.unplaced and self.fits_device(length)
+        resident = self.resident
+        return resident is not None and not (self.unplaced or resident.lacks) and self.fits_device(length)
 
     def may_begin_early(self, length: int) -> bool:
         """Whether a step with `length` tokens may have a part for the host, to be begun one layer ahead."""
@@ -472,7 +473,7 @@ class HybridLayer(CacheLayerMixin):
             self.store.digests.frozen = False
         if self.resident is None:
             return
-        if snapshot.resident is None or snapshot.resident[0].shape != self.resident.block_of.shape:
+        if snapshot.resident is None or snapshot.resident[0].shape[2] != self.resident.slots:
             self.unplaced = True
             self.resident.clear()
         else:

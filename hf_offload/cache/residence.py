@@ -120,13 +120,18 @@ class Residence:
         )
         return lower
 
-    def make_room(self, device: torch.device, rows: int, tokens: int) -> None:
-        """Give all slots of a device back before an append that needs more memory than is free."""
-        wanted, free = rows * tokens * self.token_bytes, None
-        if self._slots.get(device):
-            free = free_device_memory(device)
-        if free is not None and wanted > free:
-            self.give_back(device)
+    def make_room(self, layer: Layer, tokens: int) -> None:
+        """Give all slots of a device back before an append that needs more memory than is free.
+
+        Args:
+            layer: that is about to take the append; the first one of its device asks.
+            tokens: of each row.
+        """
+        if not self._slots.get(layer.device) or self._peers(layer.device)[0] is not layer:
+            return
+        free = free_device_memory(layer.device)
+        if free is not None and layer.batch_size * tokens * self.token_bytes > free:
+            self.give_back(layer.device)
 
     def give_back(self, device: torch.device, beside: Layer | None = None) -> None:
         """Empty the resident sets of a device and free their memory; the host has all blocks.

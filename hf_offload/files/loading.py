@@ -199,7 +199,9 @@ class SavedCache:
                     sizes = sizes_of(told, tensors.get("table"), settings.block_size, modules[index])
                     check_tensors(prefix, tensors, layer_fields(told, sizes, tensors, settings))
                 layer.revision = settings.padding.revision
-                layer.slots = tensors["block_of"].shape[2] if place and "block_of" in tensors else None
+                residence = settings.residence
+                asks = residence is not None and residence.decides(device)  # what fits this device
+                layer.slots = tensors["block_of"].shape[2] if place and not asks and "block_of" in tensors else None
                 open_layer(layer, told["batch"], told["heads"], told["dim"], sizes.dtype, device, told["length"])
                 self._fill(layer, told, tensors, blocks, verify)
 

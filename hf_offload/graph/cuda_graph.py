@@ -287,7 +287,7 @@ class StepGraph:
         assert first.store is not None
         length, sealed, limits = first.store.length, first.store.sealed, first.mirror.limits
         self._limits = limits("step", length + 1, sealed), limits("ahead", length, sealed)
-        self._all_resident = [layer.fits_device(length + 1) for layer in self.layers]
+        self._all_resident = [layer.holds_all(length + 1) for layer in self.layers]
         self._dense = [layer.is_dense(length + 1) for layer in self.layers]
         first.mirror.sinks(first.requirements.sinks)
         first.mirror.valid()
@@ -403,6 +403,11 @@ class StepGraph:
         steps = 1 + max((self._epoch - epoch) % 2**32 for epoch in epochs)
         what = "result of the last step is" if steps == 1 else f"results of the last {steps} steps are"
         return f"the {what} not right: crop(-{steps}) and repeat {'it' if steps == 1 else 'them'}"
+
+    def reset(self) -> None:
+        """Close, and forget for which turn memory was lacking."""
+        self.close()
+        self._off_since = None
 
     def close(self) -> None:
         """Free the graph and stop its doorbell."""

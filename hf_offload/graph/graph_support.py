@@ -26,19 +26,20 @@ CAPTURE_BYTES = 64 << 20
 _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _OUR_ROOT = __name__.partition(".")[0]
 _KNOWN_ROOTS = ("torch", "transformers", "transformers_modules", _OUR_ROOT)
-_FOUR_BITS = ("Linear4bit", "LinearFP4", "LinearNF4")
-STATELESS: dict[str, tuple[str, ...] | None] = {
-    # Its 4-bit layers settle type and layout in their first forward; those of 8 bits look for outliers on the host.
-    "bitsandbytes": _FOUR_BITS,
-    # Layers of packed weights choose their kernels by shapes and types, which a captured step has fixed.
-    "awq": None,
-    "gptqmodel": None,
+STATELESS = (
+    # 4-bit layers settle type and layout in their first forward. Those of 8 bits look for outliers on the host.
+    *(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4")),
+    # Layers of packed weights choose their kernels by shapes and types, which a captured step has fixed. (AutoAWQ's
+    # fused attention has a cache of its own.)
+    "awq.modules.linear.",
+    "gptqmodel.",
     # Fused norms, activations and rotary positions are functions of their inputs.
-    "liger_kernel": None,
-    # Adapters are chosen by attributes, which `ModelState` compares.
-    "peft": None,
-}
-"""Packages whose modules hold no state that a replay misses, by root; the classes for which that is so, or all."""
+    "liger_kernel.",
+    # LoRA layers choose adapters by attributes, which `ModelState` compares.
+    "peft.tuners.lora.",
+    "peft.peft_model.",
+)
+"""How the names of classes of other packages begin whose modules hold no state that a replay misses."""
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Attributes of a peft layer that decide what it computes."""
 
@@ -113,11 +114,8 @@ def doubt(model: nn.Module) -> str | None:
 
 def _is_stateless(module: nn.Module, own: str) -> bool:
     """Whether a replay misses no state of a module; `own` is the package of its model."""
-    root = _root(module)
-    if root in STATELESS:
-        classes = STATELESS[root]
-        return classes is None or type(module).__name__ in classes
-    return root in (*_KNOWN_ROOTS, own)
+    kind = type(module)
+    return _root(module) in (*_KNOWN_ROOTS, own) or f"{kind.__module__}.{kind.__qualname__}".startswith(STATELESS)
 
 
 def _root(thing: Any) -> str:

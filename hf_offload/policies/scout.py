@@ -266,6 +266,7 @@ class Scout(Policy):
         """Recall blocks that the real query wanted, off the critical path (section 3.4)."""
         if step.layer.two_memories:
             self.choice.learn(step, plan, step.state.score, self.smoothing)
+            step.state.score = None
             step.recall(step.state.clock)
 
     def place(self, step: Step, slots: int) -> Selection:

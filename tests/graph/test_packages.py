@@ -91,17 +91,23 @@ def test_packages_without_a_state_are_captured(package: str) -> None:
     assert pairs[1][1].graph._capture is not None
 
 
-def test_layers_of_eight_bits_run_eagerly() -> None:
-    """They look for outliers on the host."""
-
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("bitsandbytes.nn.modules", "Linear8bitLt"),  # looks for outliers on the host
+        ("awq.modules.fused.attn", "QuantAttentionFused"),  # has a cache of its own
+        ("peft.tuners.ia3.layer", "Linear"),
+    ],
+)
+def test_other_modules_run_eagerly(module: str, name: str) -> None:
     def change(model: Any) -> None:
-        made = of_package("bitsandbytes.nn.modules", "Linear8bitLt", fused)
+        made = of_package(module, name, fused)
         model.model.layers[1].mlp.up_proj = made(model.model.layers[1].mlp.up_proj)
 
     model, cache = both(change)[1]
     with told_of() as told:
         steps(model, cache, 150, 155)
-    assert ["Linear8bitLt" in message for message in told] == [True]
+    assert [name in message for message in told] == [True]
     assert cache.graph.off
 
 
@@ -144,6 +150,9 @@ def test_a_capture_that_lacked_memory_is_tried_again_at_the_next_turn(monkeypatc
     steps(model, cache, 165, 170)
     assert not cache.graph.off
     assert cache.graph._capture is not None
+    cache.reset()
+    steps(model, cache, 150, 156)  # whose placement has the number of the one before
+    assert not cache.graph.off
 
 
 def test_a_layer_that_fell_back_is_told_of() -> None:
