@@ -22,8 +22,6 @@ from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import Field, HybridCache
-from hf_offload.blocks import block_store as store
-from hf_offload.blocks import host_pool
 from hf_offload.files import loading, saving
 
 PROMPT = 205
@@ -161,26 +159,6 @@ def test_another_tier_may_go_on(
     want = decode(model, cache, token, mask, 19)
     knobs = {"tier": after} if case == "hgca" else MEMORIES[after]  # its window says what is resident
     assert_equal(decode(model, HybridCache.load(tmp_path / "cache", model, **knobs), token, mask, 19), want)
-
-
-def test_blocks_are_read_into_slabs_that_fill_powers_of_two(
-    models: dict[str, PreTrainedModel], saved: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So much torch pins for each, whatever was asked for."""
-    (folder, token, mask), model, asked = saved, models["llama"], list[int]()
-    want = decode(model, HybridCache.load(folder, model, **MEMORIES["split"]), token, mask, 3)
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype, **told: Any) -> torch.Tensor:
-        asked.append(torch.Size(shape).numel() * dtype.itemsize)
-        return torch.empty(shape, dtype=dtype)
-
-    for module in (loading, host_pool):
-        monkeypatch.setattr(module, "host_empty", empty)
-    monkeypatch.setattr(store, "HostPool", lambda *sizes, **_: host_pool.HostPool(*sizes, pin=True))
-    loaded = HybridCache.load(folder, model, **MEMORIES["split"])
-    assert len(asked) > len(loaded.layers)
-    assert all(size & size - 1 == 0 for size in asked)
-    assert_equal(decode(model, loaded, token, mask, 3), want)
 
 
 def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: Any) -> None:

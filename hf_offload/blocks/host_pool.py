@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -47,21 +47,11 @@ class _Slabs:
 
     def take(self, count: int) -> np.ndarray:
         """Take free places; return their addresses, int64 `[count]`, ascending in new slabs."""
-        for blocks in self.pieces(growth(self.places, len(self.free), count)):
+        if more := growth(self.places, len(self.free), count):
             with torch.inference_mode(False):
-                slab = host_empty((blocks, *self.shape), self.dtype, pin=self.pin)
+                slab = host_empty((more, *self.shape), self.dtype, pin=self.pin)
             self.free.extend(self.adopt(slab)[::-1].tolist())
         return _pop(self.free, count, np.int64)
-
-    def pieces(self, blocks: int) -> Iterator[int]:
-        """Split a number of blocks into slabs; yield the blocks of each slab."""
-        while blocks > 0:
-            yield (piece := self.in_power_of_two(blocks) if self.pin else blocks)
-            blocks -= piece
-
-    def in_power_of_two(self, blocks: int) -> int:
-        """Blocks that fit the largest power of two of bytes: torch rounds pinned allocations up to powers of two."""
-        return max((1 << (blocks * self.nbytes).bit_length() - 1) // self.nbytes, 1)
 
 
 def _pop(stack: list[int], count: int, dtype: type[np.generic]) -> np.ndarray:
@@ -170,10 +160,6 @@ class HostPool:
         self.block_ptr[ids] = addresses
         self.revision += 1
         return ids
-
-    def pieces(self, blocks: int, *, packed: bool) -> list[int]:
-        """The sizes of the slabs, in blocks, in which `adopt` takes this many blocks."""
-        return list((self._packed if packed else self._plain).pieces(blocks))
 
     def adopt(self, plain: Sequence[torch.Tensor], packed: Sequence[torch.Tensor], table: np.ndarray) -> None:
         """Fill an empty pool with slabs whose places are all blocks.

@@ -280,14 +280,12 @@ class SavedCache:
                     blocks.mapped = host_mapped(self.folder / BLOCKS)
             return [blocks.mapped[start:end].view(dtype).view(shape)]
         assert layer.store is not None
-        pin, pieces = layer.device.type == "cuda", layer.store.pool.pieces(shape[0], packed=kind == "packed")
-        slabs = [host_empty((count, *shape[1:]), dtype, pin=pin) for count in pieces]
+        slab = host_empty(shape, dtype, pin=layer.device.type == "cuda")
         with self._file(BLOCKS) as file:
             file.seek(start)
-            for slab in slabs:
-                if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != slab.nbytes:
-                    raise self._altered(BLOCKS)
-        return slabs
+            if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != slab.nbytes:
+                raise self._altered(BLOCKS)
+        return [slab]
 
 
 def merge_knobs(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
