@@ -28,6 +28,7 @@ from hf_offload.cpu.host_signals import Doorbell, ItemError
 from hf_offload.cpu.thread_pool import WorkerError
 from hf_offload.graph.graph_capture import Capture, Recorder, undisturbed
 from hf_offload.graph.graph_support import ModelState, capture_bytes, doubt, lacking_room, tell_eager
+from hf_offload.graph.windows import Windows
 from hf_offload.model.hooks import CACHE_NAMES, find_cache, hybrid_layers
 
 
@@ -47,6 +48,7 @@ class StepGraph:
 
     def __init__(self, cache: Any, recorder: Callable[[], Any] = Recorder, *, auto: bool = False) -> None:
         self.layers, self.recorder, self.auto = hybrid_layers(cache), recorder, auto
+        self._windows = Windows(cache.layers)
         self._off = False
         """Whether steps have proved not to be captured."""
         self._off_since: int | None = None
@@ -93,7 +95,10 @@ class StepGraph:
         checks = self.layers[0].settings.checks
         if checks is not None and any(checks.due(layer.index, layer.stats.steps) for layer in self.layers):
             return False
-        return self._unchanged() or all(layer.past and not layer.unplaced for layer in self.layers)
+        if self._unchanged():
+            return True
+        placed = all(layer.past and not layer.unplaced for layer in self.layers)
+        return placed and self._windows.ready(self.layers[0].settings.padding)
 
     @property
     def off(self) -> bool:
@@ -161,6 +166,7 @@ class StepGraph:
             assert layer.resident is not None
             layer.resident.wait()
             layer.store.reserve(layer.store.length + 1)
+        self._windows.prepare()
         self._refresh()
 
     def _may_capture(self) -> bool:
@@ -251,6 +257,7 @@ class StepGraph:
                 assert layer.store is not None
                 layer.store.length += 1
                 layer.stats.count_step(dense=dense)
+            self._windows.count()
             self._replay()
             self._prepare_next()
         except Exception:  # after an interruption the next `begin` rolls back
@@ -300,7 +307,7 @@ class StepGraph:
         shared = (*self._limits, *sinks, *(() if valid is None else (valid,)))
         sizes = [(tensor.data_ptr(), tensor.shape) for tensor in shared]
         views = [layer.device_view() for layer in self.layers]
-        return views, self._all_resident, self._dense, sizes, self._model_state
+        return views, self._all_resident, self._dense, sizes, self._windows.signature(), self._model_state
 
     def _record(self, forward: Callable[..., Any], inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> None:
         capture, self._next = self._next, None
@@ -319,12 +326,15 @@ class StepGraph:
             try:
                 capture.epoch.add_(1)
                 output = forward(**self._inputs, **fixed)
+                self._windows.write_back()
                 capture.finish()
             except BaseException:
                 capture.abandon()
                 raise
             return output
 
+        past = self._cache.get_seq_length()
+        self._windows.hold()
         for mirror in mirrors:
             mirror.capture = capture
         try:
@@ -335,6 +345,7 @@ class StepGraph:
                     self._output[name] = None
         except BaseException as error:
             self._capture = self._recorded = self._state = None
+            self._windows.undo(past)
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise NotCaptured(
@@ -412,6 +423,7 @@ class StepGraph:
     def close(self) -> None:
         """Free the graph and stop its doorbell."""
         self._next_signature = self._prepared = None
+        self._windows.forget()
         if self._doorbell is None:
             return
         self._settle()  # an interruption here leaves the graph intact

@@ -14,6 +14,7 @@ from torch.nn.modules import module as module_hooks
 
 from hf_offload.blocks.host_format import FORMATS
 from hf_offload.blocks.memory import size_text
+from hf_offload.graph.windows import is_window
 from hf_offload.model.model_support import held_layers, hook_of, ranks_of, stock_layers
 from hf_offload.policies.base import Policy
 
@@ -65,10 +66,11 @@ def obstacle(model: nn.Module, policy: Policy, config: Any, host_dtype: str | No
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         where = ", ".join(sorted("the host, offloaded" if d.type == "meta" else str(d) for d in devices))
         return f"the model must be on one CUDA device, but this one is on {where}"
-    if not all(held_layers(config, stock_layers(config))):
+    stock = stock_layers(config)
+    others = [layer for layer, held in zip(stock, held_layers(config, stock), strict=True) if not held]
+    if not all(map(is_window, others)) or getattr(config, "attention_chunk_size", None):
         return (
-            f"{name} has layers with sliding windows, cross-attention or without attention, whose stock caches cannot "
-            "be captured"
+            f"{name} has layers with cross-attention, attention in chunks or none, whose stock caches are not captured"
         )
     if getattr(config, "num_kv_shared_layers", 0):
         return f"{name} has layers that share keys and values, which recalls beside a captured step would change"

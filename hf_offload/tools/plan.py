@@ -254,7 +254,7 @@ def memory_of(
         range(slots, slots + 1),
     )  # fmt: skip
     state, state_on_host = chosen.state_bytes(sizes, slots)
-    captured = two_memories and requirements.capturable and not shape.windows and store.format.read_by_device
+    captured = two_memories and requirements.capturable and None not in shape.windows and store.format.read_by_device
     return Memory(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + state),
