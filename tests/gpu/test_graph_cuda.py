@@ -144,6 +144,15 @@ def test_other_families_are_captured(family: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+def test_layers_with_windows_are_captured(batch: int) -> None:
+    model, (name, knobs) = tiny_model("gemma3").cuda(), POLICIES["scout-attend"]
+    eager, captured = (HybridCache(model, name, cuda_graph=graph, **MEMORY, **knobs) for graph in (False, True))
+    assert_equal(decode(model, captured, batch), decode(model, eager, batch))
+    assert captured.graph is not None
+    assert captured.graph._capture is not None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("policy", ["scout", "quest", "full"])
 def test_by_default_all_is_resident(policy: str, batch: int) -> None:
     """And attended, beyond the budget and the first slots."""
