@@ -244,8 +244,9 @@ class HybridCache(Cache):
         for layer in layers:
             if isinstance(layer, HybridLayer):
                 yield (*(layer.gather() if layer.past else (layer.keys, layer.values)), None)
-            else:
-                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            else:  # a replayed step overwrites a window
+                keys, values = (None if x is None else x.clone() for x in (layer.keys, layer.values))
+                yield keys, values, getattr(layer, "_sliding_window_tensor", None)
 
     @property
     def looks_ahead(self) -> bool:

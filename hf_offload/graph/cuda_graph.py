@@ -95,10 +95,7 @@ class StepGraph:
         checks = self.layers[0].settings.checks
         if checks is not None and any(checks.due(layer.index, layer.stats.steps) for layer in self.layers):
             return False
-        if self._unchanged():
-            return True
-        placed = all(layer.past and not layer.unplaced for layer in self.layers)
-        return placed and self._windows.ready(self.layers[0].settings.padding)
+        return self._unchanged() or all(layer.past and not layer.unplaced for layer in self.layers)
 
     @property
     def off(self) -> bool:
@@ -136,6 +133,9 @@ class StepGraph:
             WorkerError: CPU work of the previous step failed or was late.
         """
         self.check()
+        if not self._windows.ready(self.layers[0].settings.padding):
+            self._prepared = None
+            return False
         call = _signature_of_call(inputs, fixed)
         model = self._model_state if same_model and self._prepared is not None else self._same_model()
         if self._unchanged() and model is self._model_state and call == self._call:
@@ -242,6 +242,7 @@ class StepGraph:
             self._replay()
             self._prepare_next()
         except BaseException:
+            self._windows.undo(past)
             self.close()
             self._cache.fail(past)
             raise
@@ -279,6 +280,7 @@ class StepGraph:
     def _replay(self) -> None:
         assert self._capture is not None
         self._recorded.replay()
+        self._windows.replayed()
         self._epoch = (self._epoch + 1 + 2**31) % 2**32 - 2**31
         self._capture.tally()
         for layer in self.layers:
@@ -333,7 +335,6 @@ class StepGraph:
                 raise
             return output
 
-        past = self._cache.get_seq_length()
         self._windows.hold()
         for mirror in mirrors:
             mirror.capture = capture
@@ -345,7 +346,6 @@ class StepGraph:
                     self._output[name] = None
         except BaseException as error:
             self._capture = self._recorded = self._state = None
-            self._windows.undo(past)
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise NotCaptured(
@@ -413,6 +413,8 @@ class StepGraph:
         """Return the part of an error message on the steps since the earliest of these epochs, all of them wrong."""
         steps = 1 + max((self._epoch - epoch) % 2**32 for epoch in epochs)
         what = "result of the last step is" if steps == 1 else f"results of the last {steps} steps are"
+        if any(self._windows):
+            return f"the {what} not right, and layers with sliding windows cannot go back: call reset()"
         return f"the {what} not right: crop(-{steps}) and repeat {'it' if steps == 1 else 'them'}"
 
     def reset(self) -> None:
@@ -578,7 +580,7 @@ def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torc
         cache.graph.tell("a step returns hidden states or attention weights")
         return None
     mask, padding = kwargs.get("attention_mask"), cache.settings.padding
-    if mask is not None and mask.ndim != 2:
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return None
     past, revision = cache.get_seq_length(), padding.revision
     padding.observe(None if mask is None else mask.bool(), ids.shape[0], past + 1)

@@ -31,12 +31,17 @@ class Windows:
         self._layers = layers
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values that a captured step reads and writes, by the number of the layer."""
+        self._written = False
+        """Whether a replay has written them, so that the windows before it are gone."""
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return ((index, layer) for index, layer in enumerate(self._layers) if is_window(layer))
 
     def ready(self, padding: Padding) -> bool:
-        """Whether all windows are full of tokens that are attended, and no drafts are recorded."""
+        """Whether a step can be captured or replayed whose token `padding` has seen.
+
+        All windows are full, with the step's own token no hidden one is among theirs, and no drafts are recorded.
+        """
         widest = 0
         for _, layer in self:
             if layer.record_past or layer.get_seq_length() < layer.sliding_window:
@@ -69,6 +74,7 @@ class Windows:
         """Before a capture: put the windows where its step reads and writes them."""
         with torch.inference_mode(False):
             self._held = {index: (layer.keys.clone(), layer.values.clone()) for index, layer in self}
+        self._written = False
         for index, layer in self:
             layer.keys, layer.values = self._held[index]
 
@@ -79,8 +85,14 @@ class Windows:
                 there.copy_(made)
             layer.keys, layer.values = self._held[index]
 
+    def replayed(self) -> None:
+        """A replay has begun."""
+        self._written = True
+
     def undo(self, length: int) -> None:
-        """After a capture that failed: the windows are those of before, of `length` tokens."""
+        """After a capture or its first replay that failed: the windows are those of before, of `length` tokens."""
+        if self._written or not self._held:
+            return
         for index, layer in self:
             layer.keys, layer.values = self._held[index]
             layer.cumulative_length = length

@@ -114,3 +114,84 @@ def test_a_fork_has_windows_of_its_own() -> None:
     with torch.no_grad():
         rows = [model(ids[:, i : i + 1], past_key_values=forked).logits for i in range(70, 80)]
     assert torch.allclose(torch.cat(rows, 1), first, atol=1e-5)
+
+
+def ragged(rows: int, hidden: tuple[tuple[int, int], ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = prompt(rows, 210)
+    mask = mask.clone()
+    for row, token in hidden:
+        mask[row, token] = 0
+    return ids.clamp(min=3), mask
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [(3, ((0, 170),)), (1, ((0, 165), (0, 195))), (2, ((0, 160), (1, 160), (1, 171), (1, 172)))]
+)
+def test_a_token_that_is_hidden_is_not_attended(rows: int, hidden: tuple[tuple[int, int], ...]) -> None:
+    """While it is in the windows, whose replayed steps have no mask."""
+    model, (ids, mask) = model_of("gemma3_text"), ragged(rows, hidden)
+
+    def logits(cache: HybridCache) -> torch.Tensor:
+        found = []
+        with torch.no_grad():
+            positions = (mask[:, :150].cumsum(-1) - 1).clamp(min=0)
+            model(ids[:, :150], attention_mask=mask[:, :150], position_ids=positions, past_key_values=cache)
+            for i in range(150, 210):
+                seen = mask[:, : i + 1]
+                given = {"attention_mask": seen, "position_ids": (seen.sum(-1, keepdim=True) - 1).clamp(min=0)}
+                found.append(model(ids[:, i : i + 1], **given, past_key_values=cache).logits)
+        return torch.cat(found, 1)
+
+    cache = graph_cache(model, "full", auto=True)
+    assert torch.equal(logits(cache), logits(HybridCache(model, "full", **KNOBS)))
+    assert cache.graph._capture is not None
+
+
+def test_drafts_behind_replays_are_recorded() -> None:
+    model, (ids, _) = tiny_model("gemma3"), prompt(1, 60)
+    rows = []
+    for cache in (HybridCache(model, "full", **KNOBS), graph_cache(model, "full", auto=True)):
+        steps(model, cache, 40, 46)
+        cache.activate_past_recording()
+        steps(model, cache, 46, 48)
+        cache.crop(-1)
+        with torch.no_grad():
+            rows.append(model(ids[:, 47:48], past_key_values=cache).logits)
+    assert torch.equal(*rows)
+
+
+def test_masks_by_kind_of_layer_run_eagerly() -> None:
+    model, (ids, _) = tiny_model("gemma3"), prompt(1, 60)
+    masks = {"full_attention": None, "sliding_attention": None}
+    rows = []
+    for cache in (HybridCache(model, "full", **KNOBS), graph_cache(model, "full", auto=True)):
+        steps(model, cache, 40, 46)
+        with torch.no_grad():
+            rows.append(model(ids[:, 46:47], attention_mask=masks, past_key_values=cache).logits)
+    assert torch.equal(*rows)
+
+
+def test_a_first_replay_that_finds_no_memory_leaves_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gemma3_text")
+    want = run(model, HybridCache(model, "scout", **KNOBS, **SELECTED), 1, ((150, 12),))
+    cache = graph_cache(model, "scout", auto=True, **SELECTED)
+
+    def fails(self: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(CpuRecorder, "replay", fails)
+    with told_of() as told:
+        found = run(model, cache, 1, ((150, 12),))
+    assert len(told) == 1
+    assert torch.allclose(found, want, atol=1e-4)
+
+
+def test_what_a_cache_gives_of_its_windows_is_copied() -> None:
+    model = tiny_model("gemma3")
+    cache = graph_cache(model, "full", auto=True)
+    steps(model, cache, 40, 46)
+    keys = next(iter(cache))[0]
+    assert keys is not None
+    before = keys.clone()
+    steps(model, cache, 46, 48)
+    assert torch.equal(keys, before)

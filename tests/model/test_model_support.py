@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig
+from transformers import Gemma3TextConfig, Llama4TextConfig, LlamaConfig, PreTrainedConfig
 
 from hf_offload import Scout
 from hf_offload.graph.graph_support import obstacle
@@ -43,7 +43,7 @@ def rope(kind: str, **numbers: Any) -> PreTrainedConfig:
     [
         (Elsewhere("cuda:0", "cuda:1"), LlamaConfig(**SIZES), "on one CUDA device, but this one is on cuda:0, cuda:1"),
         (Elsewhere("cuda:0", "meta"), LlamaConfig(**SIZES), "but this one is on cuda:0, the host, offloaded"),
-        (Elsewhere("cuda:0"), Gemma3TextConfig(**SIZES, layer_types=SLIDING), "has layers with sliding windows"),
+        (Elsewhere("cuda:0"), Llama4TextConfig(**SIZES, attention_chunk_size=64), "attention in chunks"),
         (Elsewhere("cuda:0"), rope("dynamic", factor=2.0), "has rotary positions of type dynamic"),
         (Elsewhere("cuda:0"), rope("longrope", factor=2.0), "has rotary positions of type longrope"),
         (WithoutPositions("cuda:0"), LlamaConfig(**SIZES), "takes no position_ids"),
@@ -54,5 +54,6 @@ def test_what_cannot_be_captured_is_named(model: Any, config: Any, named: str) -
 
 
 def test_other_models_are_taken() -> None:
-    for config in (LlamaConfig(**SIZES), rope("llama3", factor=8.0)):
+    windows = Gemma3TextConfig(**SIZES, layer_types=SLIDING)
+    for config in (LlamaConfig(**SIZES), rope("llama3", factor=8.0), windows):
         assert obstacle(Elsewhere("cuda:0"), Scout(), config) is None
