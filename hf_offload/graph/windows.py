@@ -47,6 +47,8 @@ class Windows:
             if layer.record_past or layer.get_seq_length() < layer.sliding_window:
                 return False
             widest = max(widest, layer.sliding_window)
+        if not widest:
+            return True
         newest = padding.valid[:, max(padding.seen - widest, 0) : padding.seen]
         return bool(newest.all())
 
