@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from hf_offload.cpu.thread_pool import Worker, WorkerError
 from hf_offload.files.fingerprint import difference, fingerprint, likeness
 from hf_offload.files.loading import SavedCache, merge_knobs
 from hf_offload.files.saving import save_cache
+from hf_offload.files.segments import Segment
 from hf_offload.graph.cuda_graph import StepGraph, graphed
 from hf_offload.graph.graph_support import obstacle, tell_eager
 from hf_offload.knobs import MOST, check_choice, check_flag, shown
@@ -593,6 +594,12 @@ class HybridCache(Cache):
             OSError: the disk is full, or the folder cannot be written; nothing is left behind.
             RuntimeError: the model was deleted, or another thread uses the cache.
         """
+        self.save_segments(Path(folder))
+
+    def save_segments(
+        self, folder: Path, parent: Sequence[Segment] = (), more: Mapping[str, bytes] | None = None
+    ) -> list[Segment]:
+        """`save` for a store of many caches; see `files.saving.save_cache`."""
         about = {
             "policy": describe_policy(self.policy),
             "knobs": self._knobs,
@@ -600,7 +607,7 @@ class HybridCache(Cache):
             "model": fingerprint(self._config, self._attachment.stack),
         }
         with self.alone():
-            save_cache(Path(folder), self.layers, self.settings.padding, about)
+            return save_cache(folder, self.layers, self.settings.padding, about, parent=parent, more=more)
 
     def _one_token(self, model: PreTrainedModel) -> list[Any]:
         """The layers of a cache that holds one token: the model alone says what Transformers' own ones hold."""
@@ -633,8 +640,16 @@ class HybridCache(Cache):
             FileNotFoundError: the file of the policy's predictor is gone.
             MemoryError: the host has no memory left for the cache.
         """
+        return cls.load_segments(Path(folder), model, verify=verify, **knobs)[0]
+
+    @classmethod
+    @torch.inference_mode(False)
+    def load_segments(
+        cls, folder: Path, model: PreTrainedModel, *, verify: bool = True, **knobs: Any
+    ) -> tuple[Self, list[Segment]]:
+        """`load`; and the segments of the cache, for `save_segments` of its forks while it is unchanged."""
         check_flag("verify", verify)
-        saved = SavedCache(Path(folder))
+        saved = SavedCache(folder)
         config, stack = check_model(model), find_layers(model)[0]
         with saved.sound():
             odd = difference(saved.about["model"], fingerprint(config, stack))
@@ -646,13 +661,13 @@ class HybridCache(Cache):
         made = cls(model, policy, **merged)
         place = not knobs.keys() & {"resident", "device_budget"}
         examples = made._one_token(model) if any("stock" in told for told in saved.about["layers"]) else ()
-        saved.restore(
+        segments = saved.restore(
             made.layers, stock_layers(config), made._attachment.layers, examples, image_layers(config), place=place,
             verify=verify,
         )  # fmt: skip
         made.fallback.taken_over()
         made.donors = dict(saved.about["donors"])
-        return made
+        return made, segments
 
     # --- statistics ---------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.files.fingerprint import likeness
+from hf_offload.files.segments import checksum
 from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
@@ -43,7 +44,7 @@ NUMBERS = (-1, 2, 7, 2**20, 2**31, 2**63, 10**400, 0.5, 1e308, math.nan, True, "
 TEXTS = ("", "x", 7, None, [])
 
 Forgery = tuple[str, Callable[[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]], None]]
-"""Its name, and what it does to the text, the tensors and the digests of a cache."""
+"""Its name, and what it does to the text, the tensors and the first segment of a cache."""
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -144,17 +145,37 @@ def tensor_forgeries(tensors: dict[str, torch.Tensor], which: int) -> Iterator[F
         yield f"{name} has another name", rename
 
 
-def write(folder: Path, about: Any, tensors: dict[str, torch.Tensor], digests: dict[str, torch.Tensor]) -> None:
-    text = about if isinstance(about, str) else json.dumps(about)
-    write_files(folder, {"cache.safetensors": save(tensors, {"about": text}), "digests.safetensors": save(digests)})
+def write(
+    folder: Path, about: Any, tensors: dict[str, torch.Tensor], segment: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write the files of a cache, with valid checksums; its segment only if one is given."""
+    if segment is not None:
+        about = with_segment(folder, about, segment_file(segment))
+    data = save(tensors, {"about": about if isinstance(about, str) else json.dumps(about)})
+    (folder / "cache.safetensors").write_bytes(data)
+    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(data).hexdigest()}  cache.safetensors\n")
 
 
-def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    names = ("digests.safetensors", "cache.safetensors")
-    sums = (f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
-    (folder / "SHA256SUMS").write_text("".join(sums))
+def segment_file(tensors: dict[str, torch.Tensor]) -> bytes:
+    """A segment, aligned as a genuine one."""
+    entries, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.").replace("uint", "U").replace("bfloat", "BF")
+        dtype = dtype.replace("float", "F").replace("int", "I").replace("bool", "BOOL")
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(len(header) + 8) % 4096)
+    parts = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
+    return len(header).to_bytes(8, "little") + header + b"".join(parts)
+
+
+def with_segment(folder: Path, about: Any, data: bytes) -> Any:
+    """Write a segment under the name of its checksum; the text that names it in place of the first."""
+    digits = checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 32 * "0"
+    name = f"segment-{digits}.safetensors"
+    (folder / name).write_bytes(data)
+    return {**about, "segments": [name, *about["segments"][1:]]}
 
 
 def header_forgeries(data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -260,8 +281,8 @@ def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
     want = decode(model, cache, token, mask, STEPS)[1]
     assert torch.equal(decode(model, HybridCache.load(folder, model), token, mask, STEPS)[1], want) or "int8" in case
 
-    def run(forged: Path, *, verify: bool = True) -> None:
-        loaded = HybridCache.load(forged, model, verify=verify, timeout=10.0)
+    def run(forged: Path) -> None:
+        loaded = HybridCache.load(forged, model, timeout=10.0)
         logits = decode(model, loaded, token, mask, STEPS)[1]
         assert logits.shape == want.shape
         if case in CASES:  # the others cannot forget
@@ -280,29 +301,37 @@ def caches(case: str, tier: str, folder: Path, every: int) -> Trial:
     data = (genuine / "cache.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     about = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
-    files: Any = about, load_file(genuine / "cache.safetensors"), load_file(genuine / "digests.safetensors")
+    first = about["segments"][0]
+    files: Any = about, load_file(genuine / "cache.safetensors"), load_file(genuine / first)
     for name, forge in [*text_forgeries(about), *tensor_forgeries(files[1], 1), *tensor_forgeries(files[2], 2)]:
 
         def altered(forge: Any = forge) -> None:
             mine = copy.deepcopy(files[0]), dict(files[1]), dict(files[2])
             forge(*mine)
-            write(forged, *mine)
+            same = list(mine[2]) == list(files[2]) and all(mine[2][name] is files[2][name] for name in mine[2])
+            write(forged, *mine[:2], None if same else mine[2])
             run(forged)
 
         trial(name, altered)
-    for file in ("cache.safetensors", "digests.safetensors", "blocks.safetensors"):
-        write(forged, *files)
-        for what, made in header_forgeries((genuine / file).read_bytes()):
-            write_files(forged, {file: made})
-            trial(f"{file}: {what}", lambda: run(forged))
+    for what, data in header_forgeries((genuine / "cache.safetensors").read_bytes()):
+        (forged / "cache.safetensors").write_bytes(data)
+        (forged / "SHA256SUMS").write_text(f"{hashlib.sha256(data).hexdigest()}  cache.safetensors\n")
+        trial(f"cache.safetensors: {what}", lambda: run(forged))
+    for what, data in header_forgeries((genuine / first).read_bytes()):
+        write(forged, with_segment(forged, about, data), files[1])
+        trial(f"{first}: {what}", lambda: run(forged))
+    for file in ("cache.safetensors", first):
         for what in pipes(forged / file):
             trial(what, lambda: run(forged))
+        write(forged, about, files[1])
         shutil.copy(genuine / file, forged / file)
-    write(forged, *files)
-    blocks = (genuine / "blocks.safetensors").read_bytes()
     for value in (0x00, 0x7F, 0xFF):
-        (forged / "blocks.safetensors").write_bytes(blocks[:4096] + bytes([value]) * (len(blocks) - 4096))
-        trial(f"blocks full of {value}", lambda: run(forged, verify=False))
+        blocks = {name: part.clone() for name, part in files[2].items()}
+        for name, part in blocks.items():
+            if name.endswith((".blocks", ".packed")):
+                part.view(-1).view(torch.uint8).fill_(value)
+        write(forged, about, files[1], blocks)
+        trial(f"blocks full of {value}", lambda: run(forged))
     return trial
 
 

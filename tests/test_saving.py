@@ -22,11 +22,16 @@ from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import Field, HybridCache
-from hf_offload.files import loading, saving
+from hf_offload.files import loading, saving, segments
 
 PROMPT = 205
 MEMORIES: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 128}}
-FILES = ("SHA256SUMS", "cache.safetensors", "digests.safetensors", "blocks.safetensors")
+FILES = ("SHA256SUMS", "cache", "segment", "tail")
+
+
+def file_of(folder: Path, kind: str) -> Path:
+    (found,) = folder.glob(f"{kind}*")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +87,15 @@ def test_goes_on_bit_by_bit(
     assert first.get_seq_length() == cache.get_seq_length()
     assert first.policy == cache.policy
     want = decode(model, cache, token, mask, 20)
-    contents = (tmp_path / "cache" / "blocks.safetensors").read_bytes()
+    contents = {path: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
     for loaded, steps in ((first, 20), (second, 3)):
         got = decode(model, loaded, token, mask, steps)
         assert torch.equal(got[1], want[1][:, :steps])
-    assert (tmp_path / "cache" / "blocks.safetensors").read_bytes() == contents  # nobody wrote into the file
+    assert {path: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == contents  # nobody wrote into them
     first.save(tmp_path / "again")
-    cache.save(tmp_path / "cache")  # second still reads the old file
-    for name in FILES[2:]:
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "cache" / name).read_bytes()
+    cache.save(tmp_path / "cache")  # second still reads the old files
+    names = [{path.name for path in (tmp_path / folder).glob("*-*")} for folder in ("again", "cache")]
+    assert names[0] == names[1]  # the checksums
     second.reset()
 
 
@@ -184,12 +189,12 @@ def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: An
 def test_the_files_are_safetensors(saved: Any) -> None:
     folder = saved[0]
     for name in FILES[1:]:
-        with safe_open(folder / name, "pt") as file:
-            assert all(file.get_tensor(key) is not None for key in file.keys())  # noqa: SIM118
-    with safe_open(folder / "blocks.safetensors", "pt") as file:
-        blocks = file.get_tensor("layers.0.blocks")
-    assert blocks.shape == (2 * 13, 2, 2, 16, 16)
-    assert not blocks[12, :, :, PROMPT % 16 :].any()  # what was in memory behind the tokens is not written
+        assert load_file(file_of(folder, name))
+    blocks = load_file(file_of(folder, "segment"))["layers.0.blocks"]
+    assert blocks.shape == (2 * 12, 2, 2, 16, 16)
+    tail = load_file(file_of(folder, "tail"))["layers.0.blocks"]
+    assert tail.shape == (2, 2, 2, 16, 16)
+    assert not tail[:, :, :, PROMPT % 16 :].any()  # what was in memory behind the tokens is not written
 
 
 # --- what is wrong with a folder --------------------------------------------------------------------------------------
@@ -203,17 +208,18 @@ def test_a_flipped_bit_anywhere_is_noticed(
     model = models["llama"]
     folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
-    data = bytearray((folder / name).read_bytes())
+    path = file_of(folder, name)
+    data = bytearray(path.read_bytes())
     generator = torch.Generator().manual_seed(0)
     count = len(data) if len(data) < 200 and tier == "one" else 12
     places = torch.randperm(len(data), generator=generator)[:count].tolist()
-    if name == "blocks.safetensors":
+    if name in FILES[2:]:
         places += [0, 8, 4095, 4096, len(data) - 1]
     for place in places:
         old = data[place]
         data[place] ^= 1 << place % 8
-        (folder / name).write_bytes(data)
-        with pytest.raises(ValueError, match=r"not what was saved|not all of one"):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"not what was saved|not all of one|invalid contents"):
             HybridCache.load(folder, model, **MEMORIES[tier]).to_dynamic()
         data[place] = old
 
@@ -224,12 +230,13 @@ def test_a_file_cut_short_or_missing_is_noticed(
 ) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
-    whole = (folder / name).read_bytes()
+    path = file_of(folder, name)
+    whole = path.read_bytes()
     for keep in (0, 7, len(whole) // 2, len(whole) - 1):
-        (folder / name).write_bytes(whole[:keep])
-        with pytest.raises(ValueError, match="not what was saved"):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match=r"not what was saved|invalid contents"):
             HybridCache.load(folder, models["llama"])
-    (folder / name).unlink()
+    path.unlink()
     with pytest.raises(ValueError, match="not all of one"):
         HybridCache.load(folder, models["llama"])
 
@@ -241,10 +248,10 @@ def test_an_altered_block_is_noticed_unless_nobody_wants_to_know(
     model, knobs = models["llama"], MEMORIES[tier]
     folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
-    with (folder / "blocks.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
+    with file_of(folder, "segment").open("r+b") as file:
+        file.seek(4096 + 10_000)
         file.write(b"\xff")
-    with pytest.raises(ValueError, match=r"blocks\.safetensors is not what was saved: a block of layer 3 was altered"):
+    with pytest.raises(ValueError, match=r"segment-\w+\.safetensors is not what was saved"):
         HybridCache.load(folder, model, **knobs)
     cache = HybridCache.load(folder, model, verify=False, **knobs)
     assert torch.isfinite(decode(model, cache, saved[1], saved[2], 1)[1]).all()
@@ -258,13 +265,13 @@ def test_an_altered_packed_block_is_noticed(models: dict[str, PreTrainedModel], 
     decode(models["llama"], cache, prefill(models["llama"], cache, ids, mask), mask, 2)
     assert all(layer.store.packed_blocks for layer in cache.layers)
     cache.save(tmp_path / "cache")
-    file = tmp_path / "cache" / "blocks.safetensors"
+    file = file_of(tmp_path / "cache", "segment")
     whole = file.read_bytes()
     for place in range(4096, len(whole), len(whole) // 7):
         data = bytearray(whole)
         data[place] ^= 1
         file.write_bytes(data)
-        with pytest.raises(ValueError, match=r"was altered|not what was saved"):
+        with pytest.raises(ValueError, match=r"not what was saved"):
             HybridCache.load(tmp_path / "cache", models["llama"])
 
 
@@ -278,7 +285,7 @@ def test_padding_without_rows_or_tokens_is_refused(
     tensors["padding"] = tensors["padding"].narrow(axis, 0, 0).clone()
     with safe_open(folder / "cache.safetensors", "pt") as file:
         about = json.loads(file.metadata()["about"])
-    forging.write(folder, about, tensors, load_file(folder / "digests.safetensors"))
+    forging.write(folder, about, tensors)
     with pytest.raises(ValueError, match=r"cache\.safetensors has invalid contents \(padding has shape"):
         HybridCache.load(folder, models["llama"])
 
@@ -311,7 +318,7 @@ def test_samples_of_quest_are_named_as_those_of_scout(
     with safe_open(folder / "cache.safetensors", "pt") as file:
         about = json.loads(file.metadata()["about"])
     about["policy"] = {"name": "quest", "knobs": {"budget": None, "samples": 64, "recent": 0}}
-    forging.write(folder, about, tensors, load_file(folder / "digests.safetensors"))
+    forging.write(folder, about, tensors)
     with pytest.raises(ValueError, match=r"cache: samples=64 is a knob of policy 'scout'.*recent=0, block_size=16$"):
         HybridCache.load(folder, models["llama"])
 
@@ -350,9 +357,9 @@ def test_a_save_that_fails_leaves_the_old_one(
     def fail(*args: Any) -> None:
         raise OSError(28, "no space left on device")
 
-    for site in ("_sync", "save"):
+    for module, site in ((segments, "sync"), (saving, "sync"), (saving, "save")):
         with monkeypatch.context() as patch:
-            patch.setattr(saving, site, fail)
+            patch.setattr(module, site, fail)
             with pytest.raises(OSError, match="no space left"):
                 cache.save(folder)
         assert os.listdir(folder.parent) == ["cache"]

@@ -161,19 +161,21 @@ class HostPool:
         self.revision += 1
         return ids
 
-    def adopt(self, plain: Sequence[torch.Tensor], packed: Sequence[torch.Tensor], table: np.ndarray) -> None:
-        """Fill an empty pool with slabs whose places are all blocks.
+    def adopt(self, slabs: Sequence[torch.Tensor], table: np.ndarray) -> None:
+        """Fill an empty pool with slabs; their blocks are numbered in this order.
 
         Args:
-            plain: `[n, Hkv, 2, block_size, D]` each, contiguous.
-            packed: `[m, Hkv, record]` uint8 each, contiguous; their blocks are numbered after the plain ones.
-            table: of any shape; each occurrence of a block is one reference.
+            slabs: contiguous: `[n, Hkv, 2, block_size, D]`, or uint8 `[n, Hkv, record]` of packed blocks.
+            table: of any shape; each occurrence of a block is one reference. Blocks without any are free.
         """
         assert not self.num_blocks
-        parts = [np.zeros(0, np.int64), *map(self._plain.adopt, plain)]
-        parts += [self._packed.adopt(slab) | 1 for slab in packed]
+        parts = [np.zeros(0, np.int64)]
+        for slab in slabs:
+            parts.append(self._plain.adopt(slab) if slab.ndim == 5 else self._packed.adopt(slab) | 1)
         self.block_ptr = np.concatenate(parts)
-        self.refcount = np.bincount(table.ravel(), minlength=self.num_blocks).astype(np.int32)
+        used = np.bincount(table.ravel(), minlength=self.num_blocks)
+        self.refcount = (used + 1).astype(np.int32)
+        self._release(np.arange(self.num_blocks))
         self.shared = bool((self.refcount > 1).any())
         self.revision += 1
 

@@ -12,8 +12,7 @@ import mmap
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -154,10 +153,9 @@ def free_device_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
-def host_mapped(path: Path) -> torch.Tensor:
+def host_mapped(file: BinaryIO) -> torch.Tensor:
     """Map a file privately as a CPU tensor of bytes: pages are read on access, and writes never reach the file."""
-    with path.open("rb") as file:
-        region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(region, dtype=torch.uint8)
 
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import stat
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import nn
 
+from hf_offload.blocks.digests import DigestStore
 from hf_offload.blocks.last_queries import LastQueries
-from hf_offload.blocks.memory import host_empty, host_mapped, memory_for
+from hf_offload.blocks.memory import host_empty, memory_for
 from hf_offload.cache.conversion import device_of
 from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.stock_layers import check, first_token, unpack
@@ -30,15 +29,15 @@ from hf_offload.files.saved_fields import (
     check_about,
     check_numbers,
     check_resident,
-    digest_fields,
     layer_fields,
+    segment_fields,
     sizes_of,
 )
-from hf_offload.files.saving import BLOCKS, CACHE, DIGESTS, FORMAT, SUMS, layout, left_behind, record_sums
+from hf_offload.files.saving import CACHE, FORMAT, SUMS, left_behind
+from hf_offload.files.segments import KINDS, Blocks, Segment, checksum, map_segment
 from hf_offload.knobs import MOST, Moved, shown
 from hf_offload.scores import Scores
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
 _SUMS_BYTES = 1024  # larger than any valid file
 _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
@@ -47,23 +46,6 @@ RUNNING = {
     "tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "check_every", "progress",
 }  # fmt: skip
 """Knobs that may be given on loading: they change how a cache runs, not what it holds."""
-
-
-@dataclass(slots=True)
-class _Blocks:
-    """The file of the blocks.
-
-    Args:
-        start: offset of the data in bytes.
-        size: bytes of the file.
-        entries: tensors by name, as in the header.
-        mapped: the mapped file, or None if it is not mapped yet.
-    """
-
-    start: int
-    size: int
-    entries: dict[str, dict[str, Any]]
-    mapped: torch.Tensor | None = None
 
 
 class SavedCache:
@@ -85,11 +67,10 @@ class SavedCache:
     def _open(self) -> None:
         with self._file(SUMS) as file:
             sums = file.read(_SUMS_BYTES)
-        with self._file(DIGESTS) as file:
-            self._compare(DIGESTS, hashlib.file_digest(file, "sha256").hexdigest(), sums)
         with self._file(CACHE) as file:
             data = file.read()
-        self._compare(CACHE, hashlib.sha256(data).hexdigest(), sums)
+        if f"{hashlib.sha256(data).hexdigest()}  {CACHE}\n".encode() not in sums.splitlines(keepends=True):
+            raise self._altered(CACHE)
         with self.sound():
             self._tensors = load(data)
             length = int.from_bytes(data[:8], "little")
@@ -137,13 +118,10 @@ class SavedCache:
             hint = "" if old is None else f"; a save was killed when it replaced {old}: load that, or rename it"
             raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}{hint}") from error
 
-    def _compare(self, name: str, digest: str, sums: bytes) -> None:
-        if f"{digest}  {name}\n".encode() not in sums.splitlines(keepends=True):
-            raise self._altered(name)
-
-    def _altered(self, name: str, what: str = "it was cut short or altered") -> ValueError:
+    def _altered(self, name: str) -> ValueError:
         return ValueError(
-            f"{self.folder / name} is not what was saved: {what}; run the prompt again and save its cache anew"
+            f"{self.folder / name} is not what was saved: it was cut short or altered; run the prompt again and save "
+            "its cache anew"
         )
 
     def restore(
@@ -156,7 +134,7 @@ class SavedCache:
         *,
         place: bool,
         verify: bool,
-    ) -> None:
+    ) -> list[Segment]:
         """Fill the empty layers of a new cache.
 
         Args:
@@ -166,7 +144,10 @@ class SavedCache:
             examples: layers of a cache of one token, if any layer was saved as a stock layer.
             images: indices of the layers that hold an image's tokens.
             place: whether to restore the resident sets.
-            verify: whether to compare the blocks with their checksums.
+            verify: whether to compare the segments with their checksums.
+
+        Returns:
+            The segments, with the physical blocks of the layers' stores.
 
         Raises:
             ValueError: a file was altered or forged, or layers are of another kind in this model.
@@ -174,10 +155,13 @@ class SavedCache:
         """
         if len(layers) != len(self.about["layers"]):
             raise ValueError(f"{self.folder} has {len(self.about['layers'])} layers, this model has {len(layers)}")
-        blocks: _Blocks | None = None
+        with memory_for(*_MEMORY):
+            mapped = [self._map(name, verify=verify) for name in self.about["segments"]]
+        blocks: list[Blocks] = [{} for _ in mapped]
+        sealed, first = True, True
         for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
             device, prefix = device_of(modules[index]), f"layers.{index}."
-            tensors = {n.removeprefix(prefix): part for n, part in self._tensors.items() if n.startswith(prefix)}
+            tensors = _of_layer(self._tensors, prefix)
             kind = told.get("stock", HybridLayer.__name__)
             if kind not in (type(layer).__name__, type(stock[index]).__name__):
                 raise ValueError(
@@ -190,57 +174,63 @@ class SavedCache:
                     like = first_token(found) if image and found.is_initialized else examples[index]
                     check(prefix[:-1], found, (stock[index], like), rows, None if image else tokens or None)
             elif told:
-                settings = layer.settings
-                if blocks is None:
+                settings, parts = layer.settings, [_of_layer(each, prefix) for each in mapped]
+                if first:
                     settings.padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
-                    blocks = self._blocks(settings.block_size)
+                    first = False
+                for name, part in zip(self.about["segments"], parts, strict=True):
+                    with self.sound(name):
+                        check_tensors(prefix, part, segment_fields(told, part, settings))
+                counts = [sum(len(part[kind]) for kind in KINDS if kind in part) for part in parts]
                 with self.sound():
                     check_numbers(prefix, told, settings)
                     sizes = sizes_of(told, tensors.get("table"), settings.block_size, modules[index])
-                    check_tensors(prefix, tensors, layer_fields(told, sizes, tensors, settings))
+                    check_tensors(prefix, tensors, layer_fields(told, sizes, tensors, settings, sum(counts)))
                 layer.revision = settings.padding.revision
                 residence = settings.residence
                 asks = residence is not None and residence.decides(device)  # what fits this device
                 layer.slots = tensors["block_of"].shape[2] if place and not asks and "block_of" in tensors else None
                 open_layer(layer, told["batch"], told["heads"], told["dim"], sizes.dtype, device, told["length"])
-                self._fill(layer, told, tensors, blocks, verify)
+                self._fill(layer, told, tensors, parts)
+                sealed = sealed and not layer.store.awaits_digests
+                for mine, stop, count in zip(blocks, np.cumsum(counts), counts, strict=True):
+                    mine[index] = np.arange(stop - count, stop, dtype=np.int32)
+        names = zip(self.about["segments"], blocks, strict=True)
+        return [Segment(self.folder / name, mine, sealed) for name, mine in names]
 
-    def _blocks(self, block_size: int) -> _Blocks:
-        """Check size and header of the file of the blocks.
-
-        The data need no check: any bytes are keys and values.
-        """
-        header, entries = layout(self.about["layers"], block_size, self.about["knobs"]["host_dtype"])
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        with self._file(BLOCKS) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != len(header) + end or file.read(len(header)) != header:
-                raise self._altered(BLOCKS)
-        return _Blocks(len(header), size, entries)
+    def _map(self, name: str, *, verify: bool) -> dict[str, torch.Tensor]:
+        """The tensors of a segment, which share the memory of the mapped file."""
+        with self._file(name) as file, self.sound(name):
+            tensors, data = map_segment(file)
+            if verify and checksum(data) not in name:
+                raise self._altered(name)
+        return tensors
 
     def _fill(
-        self, layer: HybridLayer, told: dict[str, Any], tensors: dict[str, torch.Tensor], blocks: _Blocks, verify: bool
-    ) -> None:
+        self, layer: HybridLayer, told: dict[str, Any], tensors: dict[str, torch.Tensor],
+        parts: list[dict[str, torch.Tensor]],
+    ) -> None:  # fmt: skip
         store = layer.store
         assert store is not None
         table = tensors["table"].numpy()
         store.length, store.reserved = told["length"], -(-told["length"] // store.block_size)
-        plain, packed = (self._slabs(kind, layer, blocks) for kind in ("blocks", "packed"))
-        store.pool.adopt(plain, packed, table[:, : store.reserved])
-        if verify:
-            sums = record_sums(store.pool.block_ptr, store.pool, store.num_kv_heads)
-            if not np.array_equal(sums, tensors["sums"].numpy()):
-                raise self._altered(BLOCKS, f"a block of layer {layer.index} was altered")
+        slabs = [part[kind] for part in parts for kind in KINDS if kind in part]
+        if layer.two_memories:
+            slabs = [_in_memory(slab, pin=layer.device.type == "cuda") for slab in slabs]
+        store.pool.adopt(slabs, table[:, : store.reserved])
+        with self.sound():
+            if store.length % store.block_size and (store.pool.block_ptr[table[:, store.reserved - 1]] & 1).any():
+                raise ValueError("the last block is packed")
         store.table = table.copy()
         store.sealed, store.packed_blocks = told["sealed"], told["packed"]
         store.reserve_digests()
         store.revision += 1
-        self._fill_digests(layer, told)
+        if store.digests is not None:
+            _fill_digests(store.digests, told, tensors, parts)
         layer.scores = None if told["scores"] is None else Scores(**told["scores"])
         if "queries" in tensors:
             layer.last_queries = LastQueries(tensors["queries"].to(layer.device), told["queries_end"])
-        state = {name.removeprefix("state."): part for name, part in tensors.items() if name.startswith("state.")}
-        layer.state.load(layer, state)
+        layer.state.load(layer, _of_layer(tensors, "state."))
         if layer.resident is not None and layer.slots is not None and told["placed"]:
             with self.sound():
                 check_resident(layer, tensors["block_of"])
@@ -249,43 +239,27 @@ class SavedCache:
             layer.state.placed(layer)
             layer.unplaced = False
 
-    def _fill_digests(self, layer: HybridLayer, told: dict[str, Any]) -> None:
-        store, prefix = layer.store, f"layers.{layer.index}."
-        assert store is not None
-        digests = store.digests
-        with memory_for(*_MEMORY), self.sound(DIGESTS), safe_open(self.folder / DIGESTS, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            found = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-            check_tensors(prefix, found, digest_fields(digests, told))
-        if digests is None:
-            return
-        for name, saved in found.items():
-            kind, _, mine = name.partition(".")
-            if kind == "digest":
-                digests.blocks.tensors[mine][: len(saved)] = saved.to(digests.device)
-            else:
-                setattr(digests, mine, saved.to(digests.device, copy=True))  # a copy: aligned
-        digests.frozen = told["frozen"]
 
-    def _slabs(self, kind: str, layer: HybridLayer, blocks: _Blocks) -> list[torch.Tensor]:
-        """The blocks of one kind: a view of the mapped file, or, with two memories, read into (pinned) host memory."""
-        entry = blocks.entries.get(f"layers.{layer.index}.{kind}")
-        if entry is None:
-            return []
-        start, end = (blocks.start + place for place in entry["data_offsets"])
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-        if not layer.two_memories:
-            if blocks.mapped is None:
-                with memory_for(*_MEMORY, blocks.size):
-                    blocks.mapped = host_mapped(self.folder / BLOCKS)
-            return [blocks.mapped[start:end].view(dtype).view(shape)]
-        assert layer.store is not None
-        slab = host_empty(shape, dtype, pin=layer.device.type == "cuda")
-        with self._file(BLOCKS) as file:
-            file.seek(start)
-            if file.readinto(slab.view(-1).view(torch.uint8).numpy().data) != slab.nbytes:
-                raise self._altered(BLOCKS)
-        return [slab]
+def _of_layer(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
+
+
+def _in_memory(slab: torch.Tensor, *, pin: bool) -> torch.Tensor:
+    """A copy of a part of a mapped file in (pinned) host memory."""
+    return host_empty(tuple(slab.shape), slab.dtype, pin=pin).copy_(slab)
+
+
+def _fill_digests(
+    digests: DigestStore, told: dict[str, Any], tensors: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]
+) -> None:
+    for name in digests.tensors():
+        if saved := [part[f"digest.{name}"] for part in parts if f"digest.{name}" in part]:
+            whole = torch.cat(saved)
+            digests.blocks.tensors[name][: len(whole)] = whole.to(digests.device)
+    for name, statistic in _of_layer(tensors, "statistics.").items():
+        setattr(digests, name, statistic.to(digests.device, copy=True))  # a copy: aligned
+    digests.frozen = told["frozen"]
 
 
 def merge_knobs(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

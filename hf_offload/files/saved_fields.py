@@ -6,12 +6,11 @@ from collections.abc import Collection, Container
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from hf_offload.blocks.block_store import TABLE_STEP
-from hf_offload.blocks.digests import DigestStore
+from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.blocks.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import MOST_BLOCKS, MOST_EXCHANGED, least_blocks, most_blocks
@@ -29,6 +28,7 @@ from hf_offload.fields import (
     optional,
     prefixed,
 )
+from hf_offload.files.segments import NAME
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -46,6 +46,11 @@ def _scalar(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)} is not a value of a knob")
 
 
+def _segment(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{name}={shown(value)} is no name of a segment")
+
+
 def _model(name: str, value: Any) -> None:
     checksum = count(0, 2**32 - 1)
     weights = partial(mapping_of, optional(checksum))
@@ -60,7 +65,7 @@ _scores = partial(check_mapping, checks={"scale": _positive, "softcap": optional
 _LAYER: dict[str, Check] = {
     "batch": count(1), "heads": count(1), "dim": _dim, "dtype": partial(check_choice, allowed=tuple(DTYPES)),
     "length": count(1), "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": optional(_scores),
-    "placed": check_flag, "queries_end": count(0), "blocks": partial(list_of, count(0), length=2),
+    "placed": check_flag, "queries_end": count(0),
 }  # fmt: skip
 _STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
 
@@ -82,6 +87,7 @@ def check_about(about: Any) -> None:
         "policy": partial(check_mapping, checks={"name": partial(is_a, str), "knobs": partial(is_a, dict)}),
         "knobs": partial(check_mapping, checks=dict.fromkeys(_KNOBS, _scalar)),
         "model": _model,
+        "segments": partial(list_of, _segment),
         "layers": partial(list_of, _layer),
         "dense": check_flag,
     }
@@ -124,13 +130,12 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
     Raises:
         ValueError: a number does not agree.
     """
-    full, packed = told["length"] // settings.block_size, told["blocks"][1]
+    full = told["length"] // settings.block_size
     allowed: dict[str, tuple[int, Container[int]]] = {
         "batch": (told["batch"], {len(settings.padding.valid)}),
         "length": (told["length"], {settings.padding.seen}),
         "sealed": (told["sealed"], {full}),
         "packed": (told["packed"], range(full + 1) if FORMATS[settings.host_dtype].packs else {0}),
-        "blocks[1]": (packed, range(MOST) if FORMATS[settings.host_dtype].packs else {0}),
         "queries_end": (told["queries_end"], range(told["length"] + 1)),
     }
     for name, (value, good) in allowed.items():
@@ -139,7 +144,7 @@ def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
 
 
 def layer_fields(
-    told: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings
+    told: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings, physical: int
 ) -> dict[str, Field]:
     """The expected tensors of a layer.
 
@@ -148,20 +153,18 @@ def layer_fields(
         sizes: the sizes that determine shapes.
         found: the tensors in the file; some belong together and may all be missing.
         settings: the cache's settings.
+        physical: number of physical blocks.
 
     Raises:
         ValueError: a number on which shapes depend is wrong.
     """
-    policy, size, plain, physical = settings.policy, settings.block_size, told["blocks"][0], sum(told["blocks"])
+    policy, size = settings.policy, settings.block_size
     blocks = -(-sizes.tokens // size)
-    most = np.full(max(sizes.width, blocks), physical - 1)
-    if told["sealed"] < blocks:
-        most[blocks - 1] = plain - 1  # the last block is still written into, so it is not packed
     widths = range(-(-blocks // TABLE_STEP) * TABLE_STEP, MOST, TABLE_STEP)
-    fields = {
-        "table": Field(torch.int32, (sizes.rows, widths), 0, most.tolist()),
-        "sums": Field(torch.int64, (physical, sizes.kv_heads)),
-    }
+    fields = {"table": Field(torch.int32, (sizes.rows, widths), 0, physical - 1)}
+    if (digests := _digests(told, settings)) is not None and told["frozen"]:
+        shapes = digests.statistics.items()
+        fields |= {f"statistics.{name}": Field(torch.float32, (sizes.rows, *shape)) for name, shape in shapes}
     if told["queries_end"]:
         window = range(1, min(told["queries_end"], policy.requirements.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
@@ -217,24 +220,39 @@ def _slots(settings: Settings, sizes: LayerSizes) -> range:
     return range(least_blocks(policy, size), min(most, most_blocks(policy)) + 1)
 
 
-def digest_fields(digests: DigestStore | None, told: dict[str, Any]) -> dict[str, Field]:
-    """The expected tensors of a layer's digests.
+def segment_fields(told: dict[str, Any], found: dict[str, torch.Tensor], settings: Settings) -> dict[str, Field]:
+    """The expected tensors of a layer in a segment.
+
+    Args:
+        told: the layer's description, each number within its own bounds.
+        found: the tensors in the segment, without the layer's prefix.
+        settings: the cache's settings.
+    """
+    heads, dim, size, dtype = told["heads"], told["dim"], settings.block_size, DTYPES[told["dtype"]]
+    record = FORMATS[settings.host_dtype](dtype, dim, size).record_bytes
+    fields = {
+        "blocks": Field(dtype, (range(1, MOST), heads, 2, size, dim)),
+        "packed": Field(torch.uint8, (range(1, MOST if record else 1), heads, record)),
+    }
+    fields = {kind: field for kind, field in fields.items() if kind in found}
+    digests, blocks = _digests(told, settings), sum(found[kind].shape[0] for kind in fields)
+    if blocks and digests is not None and told["frozen"] and told["sealed"]:
+        fields |= {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
+    return fields
+
+
+def _digests(told: dict[str, Any], settings: Settings) -> DigestStore | None:
+    """An empty store of digests like the layer's.
 
     Raises:
         ValueError: `frozen` does not agree with the kind of digest.
     """
-    least, most = (False, False) if digests is None else (digests.frozen, True)
+    name = settings.policy.requirements.digest
+    made = DIGESTS[name](told["heads"], told["dim"], settings.block_size, torch.device("cpu")) if name else None
+    least, most = (False, False) if made is None else (made.frozen, True)
     if not least <= told["frozen"] <= most:
         raise ValueError(f"frozen={told['frozen']} does not agree with the policy's digest")
-    if digests is None:
-        return {}
-    fields, blocks = {}, sum(told["blocks"])
-    if told["sealed"] and told["frozen"]:
-        fields = {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
-    if told["frozen"]:
-        rows = told["batch"]
-        fields |= {f"statistics.{n}": Field(torch.float32, (rows, *row)) for n, row in digests.statistics.items()}
-    return fields
+    return made
 
 
 def check_resident(layer: HybridLayer, block_of: torch.Tensor) -> None:

@@ -1,11 +1,11 @@
 """Saving of a cache to a folder of safetensors files.
 
-    blocks.safetensors    K and V in the layout of the pool, so that the file can be mapped as a slab
-    digests.safetensors   the digests of the blocks
-    cache.safetensors     tables, checksums of the blocks' records, padding, resident sets, policy states; and in its
-                          metadata, under "about", a JSON text: policy, knobs, sizes, the model's fingerprint;
-                          `saved_fields.py` has the bounds of each
-    SHA256SUMS            of digests.safetensors and cache.safetensors
+    segment-….safetensors   full blocks and their digests (`segments.py`); other saved caches may share the file
+    tail-….safetensors      blocks that may still change
+    cache.safetensors       tables, padding, resident sets, policy states; and in its metadata, under "about", a JSON
+                            text: names of the segments, policy, knobs, sizes, the model's fingerprint;
+                            `saved_fields.py` has the bounds of each
+    SHA256SUMS              of cache.safetensors
 
 The folder is written as `.NAME.….saving` beside its final place, synced, and exchanged in one step with an earlier
 saved cache, which is then removed. A killed process or a power cut leaves one of the two, whole, under the name. Where
@@ -19,41 +19,46 @@ import ctypes
 import errno
 import hashlib
 import json
-import math
 import os
 import re
 import secrets
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save
 
 from hf_offload.blocks.block_store import BlockStore
-from hf_offload.blocks.host_format import FORMATS
-from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.padding import Padding
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.stock_layers import pack
-from hf_offload.cpu.kernels.checksum import checksum_records
 from hf_offload.files.saved_fields import check_state
+from hf_offload.files.segments import NAME, Segment, sync, write_segments
 
-FORMAT = 8
+FORMAT = 9
 """Version of the format; incremented when caches saved before can no longer be read."""
-BLOCKS, DIGESTS, CACHE, SUMS = "blocks.safetensors", "digests.safetensors", "cache.safetensors", "SHA256SUMS"
-ALIGNMENT = 4096  # bytes, of the data in the file of the blocks
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
-_RUN = 1 << 24  # most bytes of one write
+CACHE, SUMS = "cache.safetensors", "SHA256SUMS"
+OLD_NAMES = {"blocks.safetensors", "digests.safetensors"}
+"""Further files of caches in formats before 9."""
 _BEFORE = ".before"
 _HERE, _SWAP = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
-def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
+def save_cache(
+    folder: Path,
+    layers: list[Any],
+    padding: Padding,
+    about: dict[str, Any],
+    *,
+    parent: Sequence[Segment] = (),
+    more: Mapping[str, bytes] | None = None,
+) -> list[Segment]:
     """Write a cache that has no work in flight; an earlier saved cache in the folder is replaced.
 
     Args:
@@ -61,6 +66,12 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
         layers: the cache's layers.
         padding: validity of its tokens.
         about: the JSON description of the cache (policy, knobs, fingerprint).
+        parent: the segments of a saved cache of which this one is a fork, and which is unchanged since: those of which
+            half is used are linked.
+        more: contents of further files by name; with them, the folder and its files are the user's alone.
+
+    Returns:
+        The segments.
 
     Raises:
         ValueError: the name has a NUL or is not UTF-8, is a circular link, or the folder holds anything but a saved
@@ -88,14 +99,19 @@ def save_cache(folder: Path, layers: list[Any], padding: Padding, about: dict[st
     try:
         if folder.exists() and not _replaceable(folder):
             raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
-        new = [parent for parent in folder.parents if not parent.exists()]
+        new = [above for above in folder.parents if not above.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for parent in new:
-            _sync_folder(parent.parent)
-        made.mkdir()
-        _write(made, layers, padding, about)
+        for above in new:
+            _sync_folder(above.parent)
+        made.mkdir(mode=0o777 if more is None else 0o700)
+        segments = _write(made, layers, padding, about, parent)
+        for name, data in (more or {}).items():
+            _write_file(made / name, data)
+        for path in made.iterdir() if more is not None else ():
+            path.chmod(0o600)
         _sync_folder(made)
         _clean_up(folder, _replace(folder, made))
+        return [replace(segment, path=folder / segment.path.name) for segment in segments]
     except OSError as error:
         raise _named(error, folder) from error
     finally:
@@ -198,44 +214,39 @@ def _sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _write(folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any]) -> None:
+def _write(
+    folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any], parent: Sequence[Segment]
+) -> list[Segment]:
     tensors: dict[str, torch.Tensor] = {}
-    digests: dict[str, torch.Tensor] = {}
-    stores: dict[int, tuple[BlockStore, np.ndarray]] = {}
-    described = []
+    stores: dict[int, BlockStore] = {}
     for index, layer in enumerate(layers):
-        prefix = f"layers.{index}."
-        if not isinstance(layer, HybridLayer):
-            kind, state, found = pack(layer)
-            described.append({"stock": kind, "state": state})
-            tensors |= {prefix + name: tensor for name, tensor in found.items()}
-        elif not layer.past:
-            described.append({})
-        else:
+        if isinstance(layer, HybridLayer) and layer.past:
             layer.write_back()
             assert layer.store is not None
             layer.store.settle()
-            ids = _blocks(layer.store)
-            stores[index] = layer.store, ids
-            described.append(_describe(layer, ids))
+            stores[index] = layer.store
+    sealed = not any(store.awaits_digests for store in stores.values())
+    segments = write_segments(folder, stores, parent, sealed=sealed)
+    described: list[dict[str, Any]] = []
+    for index, layer in enumerate(layers):
+        prefix = f"layers.{index}."
+        if index in stores:
+            ids = np.concatenate([part.blocks[index] for part in segments if index in part.blocks])
+            described.append(_describe(layer))
             tensors |= {prefix + name: tensor for name, tensor in _tensors(layer, ids).items()}
-            digests |= {prefix + name: tensor for name, tensor in _digests(layer.store, ids).items()}
+        elif isinstance(layer, HybridLayer):
+            described.append({})
+        else:
+            kind, state, found = pack(layer)
+            described.append({"stock": kind, "state": state})
+            tensors |= {prefix + name: tensor for name, tensor in found.items()}
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
-    with (folder / BLOCKS).open("wb") as file:
-        block_size = padding.block_size
-        file.write(layout(described, block_size, about["knobs"]["host_dtype"])[0])
-        for index, (store, ids) in stores.items():
-            tensors[f"layers.{index}.sums"] = torch.from_numpy(_write_blocks(file, store, ids))
-        _sync(file)
-    about = {**about, "format": FORMAT, "layers": described, "dense": padding.dense}
-    sums = {}
-    for name, data in (
-        (DIGESTS, save(digests)),
-        (CACHE, save(tensors, {"about": json.dumps(about)})),
-    ):
-        sums[name] = hashlib.sha256(data).hexdigest()
-        _write_file(folder / name, data)
-    _write_file(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
+    names = [segment.path.name for segment in segments]
+    about = {**about, "format": FORMAT, "segments": names, "layers": described, "dense": padding.dense}
+    data = save(tensors, {"about": json.dumps(about)})
+    _write_file(folder / CACHE, data)
+    _write_file(folder / SUMS, f"{hashlib.sha256(data).hexdigest()}  {CACHE}\n".encode())
+    return segments
 
 
 def _replaceable(folder: Path) -> bool:
@@ -243,37 +254,24 @@ def _replaceable(folder: Path) -> bool:
     if not folder.is_dir() or folder.samefile(os.curdir):
         return False
     found = {file.name for file in folder.iterdir()}
-    return not found or (SUMS in found and found <= {BLOCKS, DIGESTS, CACHE, SUMS})
+    others = {name for name in found - {CACHE, SUMS} if not NAME.fullmatch(name)}
+    return not found or (SUMS in found and others <= OLD_NAMES)
 
 
 def _write_file(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
-        _sync(file)
+        sync(file)
 
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())  # the folder must not be renamed before its files are on disk
-
-
-def _blocks(store: BlockStore) -> np.ndarray:
-    """The physical blocks of a store in the order of the file: unpacked, then packed, each row by row."""
-    used = store.table[:, : store.num_blocks]
-    ids, first = np.unique(used, return_index=True)
-    found: np.ndarray = ids[np.lexsort((first, store.pool.block_ptr[ids] & 1))]
-    return found
-
-
-def _describe(layer: HybridLayer, ids: np.ndarray) -> dict[str, Any]:
+def _describe(layer: HybridLayer) -> dict[str, Any]:
     store = layer.store
     assert store is not None
-    packed = int((store.pool.block_ptr[ids] & 1).sum())
     return {
         "batch": store.batch, "heads": store.num_kv_heads, "dim": store.head_dim,
         "dtype": str(store.dtype).removeprefix("torch."), "length": store.length, "sealed": store.sealed,
         "packed": store.packed_blocks, "frozen": store.digests is not None and store.digests.frozen,
-        "blocks": [len(ids) - packed, packed], "scores": None if layer.scores is None else layer.scores._asdict(),
+        "scores": None if layer.scores is None else layer.scores._asdict(),
         "placed": not layer.unplaced and layer.is_least,
         "queries_end": 0 if layer.last_queries is None else layer.last_queries.end,
     }  # fmt: skip
@@ -288,6 +286,8 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     table = np.zeros_like(store.table)
     table[:, : store.num_blocks] = numbers[store.table[:, : store.num_blocks]]
     found = {"table": torch.from_numpy(table)}
+    if store.digests is not None and store.digests.frozen:
+        found |= {f"statistics.{name}": getattr(store.digests, name) for name in store.digests.statistics}
     if layer.last_queries is not None:
         found["queries"] = layer.last_queries.values
     check_state(layer)
@@ -296,99 +296,3 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
         resident = layer.resident
         found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.known}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-
-
-def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    digests, found = store.digests, {}
-    if digests is None:
-        return {}
-    index = torch.from_numpy(ids.astype(np.int64))
-    empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # these have no digest
-    for name, tensor in digests.blocks.tensors.items() if store.sealed and digests.frozen else ():
-        found[f"digest.{name}"] = tensor[index.to(digests.device)].cpu()
-        found[f"digest.{name}"][empty] = 0
-    for name in digests.statistics if digests.frozen else ():
-        found[f"statistics.{name}"] = getattr(digests, name).cpu()
-    return found
-
-
-def layout(
-    described: list[dict[str, Any]], block_size: int, host_dtype: str | None
-) -> tuple[bytes, dict[str, dict[str, Any]]]:
-    """The header of the file of the blocks as bytes, and its entries: dtype, shape and offsets by name.
-
-    Args:
-        described: the description of each layer (`_describe`).
-        block_size: tokens in a block.
-        host_dtype: format of older blocks.
-    """
-    entries: dict[str, dict[str, Any]] = {}
-    end = 0
-    for index, told in enumerate(described):
-        if "blocks" not in told:
-            continue
-        heads, dim, dtype = told["heads"], told["dim"], getattr(torch, told["dtype"])
-        shapes = {
-            "blocks": (dtype, [heads, 2, block_size, dim]),
-            "packed": (torch.uint8, [heads, FORMATS[host_dtype](dtype, dim, block_size).record_bytes]),
-        }
-        for (kind, (dtype, shape)), count in zip(shapes.items(), told["blocks"], strict=True):
-            if count:
-                start, end = end, end + count * math.prod(shape) * dtype.itemsize
-                entries[f"layers.{index}.{kind}"] = {
-                    "dtype": _NAMES[dtype], "shape": [count, *shape], "data_offsets": [start, end],
-                }  # fmt: skip
-    header = json.dumps(entries).encode()
-    header += b" " * (-(len(header) + 8) % ALIGNMENT)
-    return len(header).to_bytes(8, "little") + header, entries
-
-
-def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> np.ndarray:
-    """Write the blocks of a layer, unpacked ones first; return the checksums of their records, int64 `[n, Hkv]`."""
-    pool, heads = store.pool, np.arange(store.num_kv_heads)
-    addresses = pool.block_ptr[ids].copy()
-    tails = _tails(store, ids)
-    for place, tail in tails.items():
-        addresses[place] = tail.ctypes.data
-    packed = (addresses & 1).astype(bool)
-    for part, record in ((addresses[~packed], pool.record_bytes), (addresses[packed] - 1, pool.packed_record_bytes)):
-        nbytes = record * len(heads)
-        for start, stop in _runs(part, nbytes):
-            run = (ctypes.c_char * ((stop - start) * nbytes)).from_address(int(part[start]))
-            file.write(memoryview(run))
-    return record_sums(addresses, pool, len(heads))
-
-
-def record_sums(addresses: np.ndarray, pool: HostPool, heads: int) -> np.ndarray:
-    """Checksums int64 `[n, heads]` of the records of blocks; addresses are marked as in `HostPool.block_ptr`."""
-    sums = np.zeros((len(addresses), heads), np.int64)
-    for kind, record in ((0, pool.record_bytes), (1, pool.packed_record_bytes)):
-        mine = (addresses & 1) == kind
-        records = (addresses[mine, None] - kind + record * np.arange(heads)).ravel()
-        part = np.zeros(len(records), np.int64)
-        checksum_records(records, record, part).run("checksums")
-        sums[mine] = part.reshape(-1, heads)
-    return sums
-
-
-def _tails(store: BlockStore, ids: np.ndarray) -> dict[int, np.ndarray]:
-    """Copies of the blocks that are not full, by their index in `ids`, with 0 after the last token."""
-    filled = store.length % store.block_size
-    found = {}
-    for place in np.flatnonzero(np.isin(ids, store.table[:, store.num_blocks - 1])) if filled else ():
-        address = int(store.pool.block_ptr[ids[place]])
-        raw = np.frombuffer(memoryview((ctypes.c_char * store.pool.block_bytes).from_address(address)), np.uint8)
-        copy = raw.reshape(2 * store.num_kv_heads, store.block_size, -1).copy()
-        copy[:, filled:] = 0
-        found[int(place)] = copy
-    return found
-
-
-def _runs(addresses: np.ndarray, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of blocks that are contiguous in memory, at most `_RUN` bytes each: index of the first and end."""
-    start = 0
-    for place in range(1, len(addresses) + 1):
-        apart = place == len(addresses) or addresses[place] != addresses[place - 1] + nbytes
-        if apart or (place - start) * nbytes >= _RUN:
-            yield start, place
-            start = place
