@@ -24,6 +24,7 @@ from hf_offload.policies.registry import (
     Window,
     register_policy,
 )
+from hf_offload.prefix_store import PrefixStore
 from hf_offload.tools.assets import demo_text, hide_number, load_demo_model
 
 _register()
@@ -44,6 +45,7 @@ __all__ = [
     "Partial",
     "Plan",
     "Policy",
+    "PrefixStore",
     "Quest",
     "Requirements",
     "Scout",

@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -193,6 +193,8 @@ class HybridCache(Cache):
         self.donors: dict[int, int] = {}
         """For each decoder layer, an earlier one whose keyword arguments serve it; learnt from their calls."""
         self._pace = Pace()
+        self.after_forward: Callable[[], None] | None = None
+        """Called after each forward that has not failed."""
         self.transaction = Transaction(self.layers, settings, self.fallback.undo)
         self.graph = StepGraph(self, auto=cuda_graph == AUTO) if captured else None
         self._graphed = graphed(model) if captured else None
@@ -333,6 +335,8 @@ class HybridCache(Cache):
         with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
             transaction.rollback(interrupted=False)
         transaction.leave()
+        if finished and self.after_forward is not None:
+            self.after_forward()
 
     def fail(self, past: int) -> None:
         """Undo a forward that failed when its layers had ended; the cache held `past` tokens before it."""

@@ -48,6 +48,10 @@ RUNNING = {
 """Knobs that may be given on loading: they change how a cache runs, not what it holds."""
 
 
+class DamagedError(ValueError):
+    """A saved cache is not there, not whole, or not what was saved."""
+
+
 class SavedCache:
     """A folder written by `saving.save_cache`; all but the blocks is read, and checked as far as that needs no model.
 
@@ -98,7 +102,7 @@ class SavedCache:
             raise ValueError(f"{self.folder}: {error}") from error
         except (*_UNSOUND, SafetensorError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ValueError(
+            raise DamagedError(
                 f"{self.folder / name} has invalid contents ({what}): it was damaged or forged; run the "
                 "prompt again and save its cache anew"
             ) from error
@@ -108,7 +112,7 @@ class SavedCache:
         """Open a regular file of the folder; a pipe or device, which might never end, is refused."""
         try:
             if not stat.S_ISREG((self.folder / name).stat().st_mode):
-                raise ValueError(f"{self.folder} is no saved cache: {name} is no file")
+                raise DamagedError(f"{self.folder} is no saved cache: {name} is no file")
             with (self.folder / name).open("rb") as file:
                 yield file
         except OSError as error:
@@ -116,10 +120,10 @@ class SavedCache:
                 raise  # `memory_for` says what it was for
             old = left_behind(self.folder)
             hint = "" if old is None else f"; a save was killed when it replaced {old}: load that, or rename it"
-            raise ValueError(f"{self.folder} is no saved cache, or not all of one: {error}{hint}") from error
+            raise DamagedError(f"{self.folder} is no saved cache, or not all of one: {error}{hint}") from error
 
     def _altered(self, name: str) -> ValueError:
-        return ValueError(
+        return DamagedError(
             f"{self.folder / name} is not what was saved: it was cut short or altered; run the prompt again and save "
             "its cache anew"
         )

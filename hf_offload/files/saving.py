@@ -281,7 +281,8 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     store = layer.store
     assert store is not None
     numbers = np.zeros(store.pool.num_blocks, np.int32)
-    numbers[ids] = np.arange(len(ids))
+    held = np.flatnonzero(ids >= 0)
+    numbers[ids[held]] = held
     # The full width: rounding on a device may depend on it.
     table = np.zeros_like(store.table)
     table[:, : store.num_blocks] = numbers[store.table[:, : store.num_blocks]]

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 Blocks = dict[int, np.ndarray]
-"""Physical blocks by layer, int32 `[n]`, in the order of a file."""
+"""Physical blocks by layer, int32 `[n]`, in the order of a file; -1: the block is no longer held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,17 @@ class Segment:
     def used_by(self, blocks: Blocks) -> int:
         """The number of its blocks that are among others."""
         return sum(int(np.isin(ids, blocks[i]).sum()) if i in blocks else 0 for i, ids in self.blocks.items())
+
+
+def held_by(segments: Sequence[Segment], stores: Mapping[int, BlockStore]) -> list[Segment]:
+    """Segments with those of their blocks that are full in other stores of the same pools."""
+    full = {index: store.table[:, : store.length // store.block_size] for index, store in stores.items()}
+    return [
+        replace(
+            part, blocks={i: np.where(np.isin(ids, full[i]), ids, -1) for i, ids in part.blocks.items() if i in full}
+        )
+        for part in segments
+    ]
 
 
 def write_segments(

@@ -1,0 +1,199 @@
+"""Entries of a prefix store on disk: folders of saved caches, each with the ids of its tokens.
+
+    FOLDER/lock                 held while entries are saved (shared) or removed (exclusive)
+    FOLDER/NAMESPACE/about.json what the caches of a namespace have in common, for readers
+    FOLDER/NAMESPACE/ENTRY/     a saved cache, and:
+        tokens                  int32, little-endian; their checksum is the entry's name; its time is the last use
+        words                   how the text begins, UTF-8, if that is known
+
+An entry never changes. Folders whose names begin with a dot are what a killed process has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows: one process at a time
+    fcntl = None  # type: ignore[assignment]
+
+LOCK, TOKENS, WORDS, ABOUT = "lock", "tokens", "words", "about.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What an entry takes.
+
+    Args:
+        path: the folder.
+        own, shared: bytes of the files that it alone names, and of those that other entries name, too.
+        tokens: number of tokens; 0 for what a killed process has left.
+        used: time of the last use, seconds since 1970.
+        words: how the text begins.
+        about: what the caches of its namespace have in common.
+    """
+
+    path: Path
+    own: int
+    shared: int
+    tokens: int
+    used: float
+    words: str
+    about: dict[str, Any]
+
+
+def namespace_of(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> Path:
+    """The folder of the caches that are alike in all that `identity` (JSON values) says; made if it can be."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    made = folder / digest
+    with contextlib.suppress(OSError):  # it may be read all the same
+        made.mkdir(mode=0o700, exist_ok=True)
+        if not (made / ABOUT).exists():
+            (made / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            (made / ABOUT).chmod(0o600)
+    return made
+
+
+def entry_path(namespace: Path, ids: np.ndarray) -> Path:
+    """The folder of the entry with these tokens, int32 `[T]`."""
+    return namespace / hashlib.sha256(namespace.name.encode() + token_bytes(ids)).hexdigest()[:32]
+
+
+def token_bytes(ids: np.ndarray) -> bytes:
+    """The file `tokens`."""
+    return ids.astype("<i4").tobytes()
+
+
+def entries_in(namespace: Path) -> Iterator[Path]:
+    """The folders of entries; none if the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        yield from (path for path in sorted(namespace.iterdir()) if path.name[0] != "." and (path / TOKENS).exists())
+
+
+def read_tokens(path: Path) -> np.ndarray | None:
+    """The tokens of an entry, int32 `[T]`; None if they are gone or were altered."""
+    try:
+        data = (path / TOKENS).read_bytes()
+    except OSError:
+        return None
+    ids = np.frombuffer(data[: len(data) // 4 * 4], "<i4").astype(np.int32)
+    return ids if entry_path(path.parent, ids) == path else None
+
+
+def touch(path: Path) -> None:
+    """Note that an entry was used now, where the folder can be written."""
+    with contextlib.suppress(OSError):
+        os.utime(path / TOKENS)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, exclusive: bool, wait: bool = True) -> Iterator[bool]:
+    """Hold the folder's lock, which ends with the process; give whether it is held."""
+    with (folder / LOCK).open("ab") as file:
+        held = _lock(file, exclusive=exclusive, wait=wait)
+        yield held  # closing the file lets go
+
+
+def _lock(file: BinaryIO, *, exclusive: bool, wait: bool) -> bool:
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def remove(path: Path) -> None:
+    """Remove an entry: first its name, in one step; caches that were loaded from it keep their mapped files."""
+    gone = path.with_name(f".{path.name}.{secrets.token_hex(8)}.removed")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed processes have left; nobody may be saving."""
+    for path in folder.glob("*/.*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def list_entries(folder: Path) -> list[Listed]:
+    """All entries and what was left behind, the least recently used one first; what vanishes meanwhile is left out."""
+    files: dict[Path, dict[int, int]] = {}  # inode: bytes
+    for path in sorted(folder.glob("*/*")):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            files[path] = {stat.st_ino: stat.st_size for stat in (file.stat() for file in path.iterdir())}
+    names = Counter(inode for inodes in files.values() for inode in inodes)
+    found = []
+    for path, inodes in files.items():
+        own = sum(size for inode, size in inodes.items() if names[inode] == 1)
+        used, tokens = 0.0, 0
+        with contextlib.suppress(OSError):
+            stat = (path / TOKENS).stat()
+            used, tokens = stat.st_mtime, 0 if path.name[0] == "." else stat.st_size // 4
+        found.append(
+            Listed(path, own, sum(inodes.values()) - own, tokens, used, _text(path / WORDS), _about(path.parent))
+        )
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _about(namespace: Path) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = json.loads(_text(namespace / ABOUT))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def used_bytes(folder: Path) -> int:
+    """Bytes of all files of all entries, each file counted once."""
+    sizes = {}
+    for path in folder.glob("*/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            sizes[stat.st_ino] = stat.st_size
+    return sum(sizes.values())
+
+
+def evict(folder: Path, most: int, keep: Collection[Path]) -> list[Path]:
+    """Remove what killed processes have left and, while entries exceed `most` bytes, those least recently used.
+
+    It waits until no process is saving.
+
+    Args:
+        folder: the store's folder.
+        most: bytes.
+        keep: entries that stay.
+
+    Returns:
+        What was removed.
+    """
+    removed = []
+    with locked(folder, exclusive=True):
+        clean(folder)
+        for entry in list_entries(folder):
+            if used_bytes(folder) <= most:
+                break
+            if entry.path not in keep:
+                remove(entry.path)
+                removed.append(entry.path)
+    return removed

@@ -1,0 +1,638 @@
+"""`PrefixStore`: caches of prompts and chats, in memory and on disk, found again by their tokens."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from hf_offload.blocks.host_pool import HostPool
+from hf_offload.blocks.memory import size_text
+from hf_offload.cache.layer import HybridLayer
+from hf_offload.cache.memory_budget import parse_bytes
+from hf_offload.files import entries
+from hf_offload.files.fingerprint import fingerprint
+from hf_offload.files.loading import RUNNING, DamagedError
+from hf_offload.files.saving import FORMAT
+from hf_offload.files.segments import Segment, held_by
+from hf_offload.hybrid_cache import HybridCache
+from hf_offload.knobs import check_count, check_number
+from hf_offload.model.hooks import cache_argument, hybrid_layers
+from hf_offload.model.model_support import image_layers
+from hf_offload.policies.base import Policy
+from hf_offload.policies.registry import describe_policy
+
+IDLE = 5.0
+"""Seconds without a prompt or answer after which caches are saved that need not be saved at once."""
+MOST_CHECKPOINTS = 8
+"""Entries of one chat, for models whose caches cannot be cropped."""
+_WORDS = 12  # tokens of the text that are shown
+_MEDIA = ("image", "video", "audio")
+_Key = TypeVar("_Key")
+
+
+@dataclass(slots=True)
+class _Files:
+    """Where the blocks of an entry are on disk.
+
+    Args:
+        segments: the entry's own, if it is saved and its cache is held.
+        older: those that it shares with the entry from which it was forked.
+    """
+
+    segments: list[Segment] = field(default_factory=list)
+    older: list[Segment] = field(default_factory=list)
+
+    @property
+    def known(self) -> list[Segment]:
+        """The segments with blocks of the entry."""
+        return self.segments or self.older
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A cache in memory. Nobody runs it; `open` forks it.
+
+    Args:
+        namespace: the folder of the caches like it.
+        ids: its tokens, int32 `[T]`.
+        cache: the cache.
+        files: where its blocks are on disk.
+        base: a cache that has not changed since this one was forked from it; None: there is none, or it is no use any
+            more, as the entry is saved.
+        base_files: where the blocks of `base` are.
+        seconds: how long it took to compute what is not on disk.
+        path: its folder, if it is saved; failed: whether a save has failed.
+        used: number of its last use.
+        users: how many forks of it are at work.
+    """
+
+    namespace: Path
+    ids: np.ndarray
+    cache: HybridCache
+    files: _Files = field(default_factory=_Files)
+    base: HybridCache | None = None
+    base_files: _Files = field(default_factory=_Files)
+    seconds: float = 0.0
+    path: Path | None = None
+    failed: bool = False
+    used: int = 0
+    users: int = 0
+
+    def shared(self) -> list[Segment]:
+        """The segments with blocks of `base`; of their blocks those that it still holds."""
+        if self.base is None:
+            return []
+        stores = {layer.index: layer.store for layer in hybrid_layers(self.base) if layer.store is not None}
+        return held_by(self.base_files.known, stores)
+
+
+class Found:
+    """What a `PrefixStore` has found for a prompt; `PrefixStore.open` gives it."""
+
+    cache: HybridCache
+    """The cache to generate with; it holds the first `tokens` tokens of the prompt."""
+    tokens: int
+    """Number of tokens that are not read again."""
+    source: str | None
+    """Where they were: `"ram"`, `"disk"`, or None for no token."""
+
+    def __init__(
+        self, store: PrefixStore, namespace: Path, ids: np.ndarray, input_ids: torch.Tensor, entry: _Entry | None,
+        tokens: int, source: str,
+    ) -> None:  # fmt: skip
+        self._store, self._namespace, self._ids, self._input_ids = store, namespace, ids, input_ids
+        self._entry, self.tokens, self._kept = entry, tokens, tokens
+        self._base: HybridCache | None = None
+        self._base_files = _Files() if entry is None else entry.files
+        self.source = None if entry is None else source
+        self.cache = store._empty.fork() if entry is None else entry.cache.fork()
+        if entry is not None:
+            self._base = entry.cache
+            if tokens < len(entry.ids):
+                self.cache.crop(tokens - len(entry.ids))
+                self._base = self.cache.fork()
+            entry.users += 1
+        self.cache.after_forward = self._after_forward
+        self._seconds, self._since = 0.0, time.perf_counter()
+
+    def read(self, stop: int | None = None, chunk: int = 512) -> None:
+        """Read the prompt up to its last two tokens, in chunks, and keep it; `generate` then begins with the answer.
+
+        A process that was killed goes on where its last segment ended. With models whose caches cannot be cropped, a
+        later prompt finds what ends at `stop`.
+
+        Args:
+            stop: number of tokens to read, for example up to the end of a document or of the last user's message; None:
+                all but two, which is the most.
+            chunk: tokens of one forward.
+
+        Raises:
+            ValueError: not such a number.
+        """
+        most = len(self._ids) - 2
+        check_count("stop", most if stop is None else stop, least=0)
+        check_count("chunk", chunk, least=2)
+        model, stop = self._store._model, most if stop is None else min(stop, most)
+        narrow = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        first = self.cache.get_seq_length()
+        with torch.no_grad():
+            while stop - first >= 2:  # a single token would be a decode step
+                count = stop - first if stop - first <= chunk + 1 else chunk
+                part = self._input_ids[:, first : first + count]
+                model(part, **narrow, **cache_argument(model, self.cache))
+                first += count
+        self._count()
+        if first > self._kept:
+            self._keep(first)
+
+    def keep(self, output: Any) -> None:
+        """Keep the answer, too; without this, the prompt is kept.
+
+        Args:
+            output: what `generate` returned: ids `[1, N]` that begin with the prompt's, or an object with `sequences`.
+
+        Raises:
+            ValueError: the ids do not begin with those of the prompt.
+        """
+        ids = _ids_of(getattr(output, "sequences", output))
+        if not np.array_equal(ids[: len(self._ids)], self._ids):
+            raise ValueError("keep() takes prompt and answer, as generate() returns them; these ids begin otherwise")
+        self._ids = ids
+        self._count()
+        tokens = self.cache.get_seq_length()
+        if tokens > len(ids):
+            raise ValueError(
+                f"the cache holds {tokens} tokens, keep() got {len(ids)}; give all that generate() returned"
+            )
+        self._keep(tokens)
+
+    def _after_forward(self) -> None:
+        """A forward of the cache has ended: keep what a killed process would have to read again, and the prompt."""
+        self._count()
+        tokens, drafts = self.cache.get_seq_length(), self.cache.settings.drafts.recording
+        if tokens > len(self._ids) or drafts:  # an answer, or tokens that may be dropped again
+            self.cache.after_forward = None
+            return
+        store, ended = self._store, tokens == len(self._ids)
+        enough = self._unsaved >= store._min_seconds
+        if (ended and (enough or not store._crops)) or (enough and tokens - self._kept >= store._segment_tokens):
+            self._keep(tokens, at_once=enough)
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        self._seconds, self._since = self._seconds + now - self._since, now
+
+    @property
+    def _unsaved(self) -> float:
+        """Seconds of work that are not on disk."""
+        return self._seconds + (0.0 if self._entry is None else self._entry.seconds)
+
+    def _keep(self, tokens: int, *, at_once: bool = False) -> None:
+        """Make an entry of the first tokens."""
+        self._kept = tokens
+        cache = self.cache.fork()
+        if tokens < cache.get_seq_length():
+            cache.crop(tokens - cache.get_seq_length())
+        entry = _Entry(self._namespace, self._ids[:tokens], cache, seconds=self._unsaved)
+        entry.base, entry.base_files = self._base, self._base_files
+        entry.files.older = entry.shared()
+        self._entry = self._store._insert(entry, instead_of=self._entry, at_once=at_once)
+        if self._entry is entry:  # else it is of another cache
+            self._base, self._base_files = entry.cache, entry.files
+        self._seconds = 0.0
+
+    def _end(self) -> None:
+        """Keep the prompt, as far as the cache holds it, unless prompt and answer are kept."""
+        self.cache.after_forward = None
+        with contextlib.suppress(RuntimeError):  # a forward that was interrupted, and that layers cannot undo
+            self.cache.crop(0)
+            have = self.cache.get_seq_length()
+            tokens = min(have, len(self._ids))
+            if tokens > self._kept and (tokens == have or self._store._crops):
+                self._count()
+                self._keep(tokens)
+
+
+class PrefixStore:
+    """Caches of prompts and chats, found again by their tokens: a prompt reads only what no earlier one has read.
+
+    ```python
+    with store.open(input_ids) as found:
+        out = model.generate(input_ids, cache=found.cache, max_new_tokens=300)
+        found.keep(out)
+    ```
+
+    Entries are compared token by token. A prompt continues from the entry with which it has most tokens in common, or,
+    where a model's caches cannot be cropped (sliding windows, linear attention), from the longest one that it begins
+    with. What it continues from is what the entry's cache would have continued from: from memory and from disk bit for
+    bit the same. All entries are kept in memory; what took longer than `min_seconds` to compute is saved: after a long
+    prompt at once, in a thread; else when nothing has happened for five seconds, on eviction, and in `close`. Entries
+    share blocks, in memory and on disk. Several threads and processes may use one folder; one thread uses a `found`.
+
+    The files hold keys, values and token ids: whoever reads them can read the text. They are readable by their owner
+    alone.
+
+    Args:
+        folder: the folder; made if missing.
+        model: the model.
+        policy: as for `HybridCache`.
+        max_bytes: most bytes on disk, within one entry.
+        max_ram: most bytes of blocks in memory, within one entry.
+        tenant: entries of one tenant are not found by another.
+        tokenizer: its `decode` says how a text begins, for `hf-offload store ls`; None: nothing is said.
+        segment_tokens: a long prompt that is read in chunks is saved whenever so many tokens are new.
+        min_seconds: what took less to compute is not saved.
+        knobs: further arguments of `HybridCache`.
+
+    Raises:
+        ValueError: as `HybridCache`, an amount that is none, or a model that attends images in layers of their own.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: PreTrainedModel,
+        policy: str | Policy = "scout",
+        *,
+        max_bytes: int | str = "20GiB",
+        max_ram: int | str = "4GiB",
+        tenant: str = "",
+        tokenizer: Any = None,
+        segment_tokens: int = 4096,
+        min_seconds: float = 2.0,
+        **knobs: Any,
+    ) -> None:
+        check_count("segment_tokens", segment_tokens)
+        check_number("min_seconds", min_seconds, "a number of seconds", least=0)
+        self._max_bytes, self._max_ram = parse_bytes("max_bytes", max_bytes), parse_bytes("max_ram", max_ram)
+        self._segment_tokens, self._min_seconds = segment_tokens, min_seconds
+        self._model, self._tenant, self._tokenizer = model, tenant, tokenizer
+        self._empty = HybridCache(model, policy, **knobs)
+        if image_layers(self._empty._config):
+            raise ValueError(
+                f"{type(model).__name__} attends images in layers of their own; token ids do not tell images apart: "
+                "keep a HybridCache for each"
+            )
+        self._crops = all(type(layer) in (HybridLayer, DynamicLayer) for layer in self._empty.layers)
+        self._running = {name: value for name, value in knobs.items() if name in RUNNING}
+        self.folder = Path(folder).expanduser().absolute()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._held: list[_Entry] = []
+        self._disk: dict[Path, np.ndarray] = {}
+        self._seen: dict[Path, int] = {}  # the time of a namespace's folder when its entries were listed
+        self._clock = self._open = 0  # uses so far; prompts at work
+        self._active = time.monotonic()
+        self._urgent: list[_Entry] = []
+        self._failed: Exception | None = None
+        self._closed = False
+        self._changed, self._saving = threading.Condition(threading.RLock()), threading.Lock()
+        self._thread: threading.Thread | None = None
+        with contextlib.suppress(OSError), entries.locked(self.folder, exclusive=True, wait=False) as alone:
+            if alone:
+                entries.clean(self.folder)
+        atexit.register(self.close)
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def open(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Found]:
+        """Give a cache that holds as much of a prompt as any entry; at least two tokens are left to read.
+
+        When the block ends, the prompt is kept, as far as it was read, also if it ends by an error.
+
+        Args:
+            input_ids: the ids of the whole prompt, `[1, N]` or `[N]`: one row, no padding.
+
+        Raises:
+            ValueError: ids of several rows, of no token, or of images.
+            RuntimeError: the store is closed.
+        """
+        ids = _ids_of(input_ids)
+        self._check(ids)
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("this PrefixStore is closed; make another one")
+            failed, self._failed = self._failed, None
+            self._open += 1
+            try:
+                found = self._find(ids, torch.from_numpy(ids.astype(np.int64))[None].to(device))
+            except BaseException:
+                self._open -= 1
+                raise
+        if failed is not None:
+            warnings.warn(f"a cache was not saved: {failed}", RuntimeWarning, stacklevel=3)
+        try:
+            yield found
+        finally:
+            try:
+                found._end()
+            finally:
+                with self._changed:
+                    if found._entry is not None:
+                        found._entry.users -= 1
+                    self._open, self._active = self._open - 1, time.monotonic()
+                    self._changed.notify_all()
+
+    def _check(self, ids: np.ndarray) -> None:
+        if not len(ids):
+            raise ValueError("input_ids holds no token; give the ids of the whole prompt")
+        config = self._model.config
+        for kind in _MEDIA:
+            for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                token = getattr(config, name, None)
+                if isinstance(token, int) and (ids == token).any():
+                    raise ValueError(
+                        f"input_ids holds {name} {token}; token ids do not tell two of them apart: keep a HybridCache "
+                        "for each"
+                    )
+
+    def _find(self, ids: np.ndarray, input_ids: torch.Tensor) -> Found:
+        namespace = self._namespace()
+        while True:
+            self._list(namespace)
+            held, tokens = self._longest(
+                {entry: entry.ids for entry in self._held if entry.namespace == namespace}, ids
+            )
+            path, stored = self._longest({p: have for p, have in self._disk.items() if p.parent == namespace}, ids)
+            source = "ram"
+            if path is not None and stored > tokens:
+                held, tokens, source = self._load(path), stored, "disk"
+                if held is None:
+                    continue
+            break
+        if held is not None:
+            self._use(held)
+        return Found(self, namespace, ids, input_ids, held, tokens, source)
+
+    def _longest(self, entries: dict[_Key, np.ndarray], ids: np.ndarray) -> tuple[_Key | None, int]:
+        """The entry from which a prompt may take most tokens, and their number."""
+        best, most = None, 0
+        for key, have in entries.items():
+            if (tokens := self._usable(have, ids)) > most:
+                best, most = key, tokens
+        return best, most
+
+    def _usable(self, have: np.ndarray, ids: np.ndarray) -> int:
+        """The number of an entry's tokens that a prompt may use."""
+        most = min(len(have), len(ids) - 2)
+        if not self._crops and len(have) > most:
+            return 0
+        other = have[:most] != ids[:most] if most > 0 else np.ones(1, bool)
+        common = int(other.argmax()) if other.any() else most
+        return common if self._crops or common == len(have) else 0
+
+    def _namespace(self) -> Path:
+        """The folder of the caches that this model, as it is now, may continue from."""
+        cache = self._empty
+        knobs = {name: cache._knobs[name] for name in ("block_size", "host_dtype")}
+        model = fingerprint(cache._config, cache._attachment.stack)
+        policy = describe_policy(cache.policy)
+        identity = {"format": FORMAT, "model": model, "policy": policy, "knobs": knobs, "tenant": self._tenant}
+        name = getattr(self._model.config, "_name_or_path", "") or type(self._model).__name__
+        return entries.namespace_of(self.folder, identity, {"model": name, "policy": policy, "knobs": knobs})
+
+    def _list(self, namespace: Path) -> None:
+        """Read the tokens of entries that have come since the folder was last listed; forget those that are gone."""
+        try:
+            now = namespace.stat().st_mtime_ns
+        except OSError:
+            now = -1
+        if self._seen.get(namespace) == now:
+            return
+        self._seen[namespace] = now
+        there = set(entries.entries_in(namespace))
+        self._disk = {path: ids for path, ids in self._disk.items() if path.parent != namespace or path in there}
+        for path in there - self._disk.keys():
+            ids = entries.read_tokens(path)
+            if ids is not None:
+                self._disk[path] = ids
+
+    def _load(self, path: Path) -> _Entry | None:
+        """Load an entry; None if it is gone or damaged, which removes it."""
+        ids = self._disk.pop(path)
+        try:
+            cache, segments = HybridCache.load_segments(path, self._model, **self._running)
+        except (DamagedError, OSError):
+            with contextlib.suppress(OSError):
+                entries.remove(path)
+            return None
+        self._disk[path] = ids
+        return self._insert(_Entry(path.parent, ids, cache, _Files(segments), path=path))
+
+    # --- entries in memory --------------------------------------------------------------------------------------------
+
+    def _insert(self, entry: _Entry, *, instead_of: _Entry | None = None, at_once: bool = False) -> _Entry:
+        """Add an entry; return it, or the one from which its tokens can be had already.
+
+        Args:
+            entry: the entry.
+            instead_of: the entry that its user has used until now.
+            at_once: whether it is to be saved at once.
+        """
+        with self._changed:
+            alike = [other for other in self._held if other.namespace == entry.namespace]
+            for other in alike:
+                if _begins(other.ids, entry.ids) and (self._crops or len(other.ids) == len(entry.ids)):
+                    entry = other
+                    break
+            else:
+                before = sorted((each for each in alike if _begins(entry.ids, each.ids)), key=lambda each: each.used)
+                drop = before if self._crops else before[: max(len(before) + 1 - MOST_CHECKPOINTS, 0)]
+                self._held = [*(other for other in self._held if other not in drop), entry]
+            self._use(entry)
+            if instead_of is not None:
+                entry.users, instead_of.users = entry.users + 1, instead_of.users - 1
+            self._evict(entry)
+            if at_once and entry.path is None:
+                self._save_soon(entry)
+            elif self._wants_saving(entry):
+                self._start()
+            return entry
+
+    def _use(self, entry: _Entry) -> None:
+        self._clock += 1
+        entry.used = self._clock
+        if entry.path is not None:
+            entries.touch(entry.path)
+
+    def _evict(self, newest: _Entry) -> None:
+        """Drop entries that were least recently used while all exceed `max_ram`; those in use stay."""
+        for entry in sorted(self._held, key=lambda entry: entry.used):
+            if self.ram_bytes <= self._max_ram:
+                return
+            if not entry.users and entry is not newest:
+                if self._wants_saving(entry):
+                    self._save_soon(entry)
+                self._held.remove(entry)
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of the entries in memory: blocks, each counted once, policies' states and Transformers' own layers."""
+        pools: dict[int, tuple[HostPool, list[np.ndarray]]] = {}
+        other = 0
+        with self._changed:
+            for entry in self._held:
+                for layer in entry.cache.layers:
+                    if isinstance(layer, HybridLayer):
+                        if layer.store is not None:
+                            pool = layer.store.pool
+                            table = layer.store.table[:, : layer.store.num_blocks]
+                            pools.setdefault(id(pool), (pool, []))[1].append(table.ravel())
+                            other += layer.state.nbytes
+                    else:
+                        other += sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
+        return other + sum(pool.bytes_of(np.unique(np.concatenate(ids))) for pool, ids in pools.values())
+
+    # --- entries on disk ----------------------------------------------------------------------------------------------
+
+    def _wants_saving(self, entry: _Entry) -> bool:
+        return entry.path is None and entry.seconds >= self._min_seconds and not entry.failed
+
+    def _save_soon(self, entry: _Entry) -> None:
+        self._urgent = [*(other for other in self._urgent if not _begins(entry.ids, other.ids)), entry]
+        self._start()
+        self._changed.notify_all()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="PrefixStore", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        """The thread's loop: save what is urgent, and what waits when the store is idle."""
+        while (entry := self._next()) is not None:
+            try:
+                self._save(entry)
+            except Exception as error:  # told by the next `open`, or raised by `flush`
+                with self._changed:
+                    entry.failed, self._failed = True, error
+
+    def _next(self) -> _Entry | None:
+        """Wait for an entry to save; None when the store is closed."""
+        with self._changed:
+            while not self._closed:
+                if self._urgent:
+                    return self._urgent.pop(0)
+                waiting = [entry for entry in self._held if self._wants_saving(entry)]
+                left = IDLE - (time.monotonic() - self._active)
+                if waiting and not self._open and left <= 0:
+                    return waiting[0]
+                self._changed.wait(max(left, 0.1) if waiting and not self._open else None)
+            return None
+
+    def _save(self, entry: _Entry) -> None:
+        with self._saving:
+            with self._changed:
+                if entry.path is not None:
+                    return
+                cache, shared = entry.cache.fork(), entry.shared()
+            path = entries.entry_path(entry.namespace, entry.ids)
+            more = {entries.TOKENS: entries.token_bytes(entry.ids)}
+            if self._tokenizer is not None:
+                more[entries.WORDS] = self._tokenizer.decode(entry.ids[:_WORDS].tolist()).encode()
+            with entries.locked(self.folder, exclusive=False):
+                if entries.read_tokens(path) is None:
+                    entries.remove(path)
+                    segments = cache.save_segments(path, shared, more)
+                else:  # by another process
+                    segments = []
+            with self._changed:
+                entry.path, entry.seconds, entry.base, entry.base_files = path, 0.0, None, _Files()
+                entry.files.segments = segments
+                self._disk[path] = entry.ids
+                in_use = {other.path for other in self._held if other.users and other.path is not None}
+                older = [p for p, ids in self._disk.items() if p.parent == path.parent and p != path]
+                for other in [p for p in older if self._crops and _begins(entry.ids, self._disk[p])]:
+                    entries.remove(other)
+                    del self._disk[other]
+            if entries.used_bytes(self.folder) > self._max_bytes:
+                gone = entries.evict(self.folder, self._max_bytes, {path, *in_use})
+                with self._changed:
+                    self._disk = {p: ids for p, ids in self._disk.items() if p not in gone}
+
+    def flush(self) -> None:
+        """Save now all that is to be saved.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written; what is in memory stays there.
+        """
+        with self._changed:
+            failed, self._failed = self._failed, None
+            waiting, self._urgent = self._urgent, []
+            for entry in self._held:
+                entry.failed = False
+                if self._wants_saving(entry) and entry not in waiting:
+                    waiting.append(entry)
+        for entry in waiting:
+            try:
+                self._save(entry)
+            except Exception as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Save what is to be saved and free the memory; the end of the process does it, too.
+
+        Raises:
+            OSError: as `flush`.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            self.flush()
+        finally:
+            self._held.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({str(self.folder)!r}, entries={len(self._held)}, ram={size_text(self.ram_bytes)})"
+
+
+def _begins(ids: np.ndarray, start: np.ndarray) -> bool:
+    """Whether ids begin with others."""
+    return len(start) <= len(ids) and np.array_equal(ids[: len(start)], start)
+
+
+def _ids_of(given: Any) -> np.ndarray:
+    """Token ids `[1, N]` or `[N]` as int32 `[N]`.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: several rows, or numbers that are no ids.
+    """
+    ids = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"token ids are integers, not {ids.dtype}")
+    if ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise ValueError(f"token ids have shape {list(ids.shape)}; a PrefixStore takes one row without padding, [1, N]")
+    if len(ids) and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ValueError(f"{ids.min()} … {ids.max()} are no token ids")
+    return np.array(ids, np.int32)  # a copy
