@@ -189,20 +189,26 @@ class Found:
             return
         store, ended = self._store, tokens == len(self._ids)
         enough = self._unsaved >= store._min_seconds
-        if (ended and (enough or not store._crops)) or (enough and tokens - self._kept >= store._segment_tokens):
+        if ended and (enough or not store._crops):
             self._keep(tokens, at_once=enough)
+        elif enough and tokens - self._kept >= store._segment_tokens:
+            store._try_to_save(self._keep(tokens))
+            self._count(worked=False)
 
-    def _count(self) -> None:
+    def _count(self, *, worked: bool = True) -> None:
         now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
+        self._seconds, self._since = self._seconds + (now - self._since if worked else 0.0), now
 
     @property
     def _unsaved(self) -> float:
         """Seconds of work that are not on disk."""
         return self._seconds + (0.0 if self._entry is None else self._entry.seconds)
 
-    def _keep(self, tokens: int, *, at_once: bool = False) -> None:
-        """Make an entry of the first tokens."""
+    def _keep(self, tokens: int, *, at_once: bool = False) -> _Entry | None:
+        """Make an entry of the first tokens, if they are those of one row without padding."""
+        padding = self.cache.settings.padding
+        if self.cache._row_count() != 1 or not padding.valid[:, : padding.seen].all():
+            return None
         self._kept = tokens
         cache = self.cache.fork()
         if tokens < cache.get_seq_length():
@@ -214,6 +220,7 @@ class Found:
         if self._entry is entry:  # else it is of another cache
             self._base, self._base_files = entry.cache, entry.files
         self._seconds = 0.0
+        return entry
 
     def _end(self) -> None:
         """Keep the prompt, as far as the cache holds it, unless prompt and answer are kept."""
@@ -336,7 +343,8 @@ class PrefixStore:
                 self._open -= 1
                 raise
         if failed is not None:
-            warnings.warn(f"a cache was not saved: {failed}", RuntimeWarning, stacklevel=3)
+            told = f"a cache was not saved, and is kept in memory alone: {failed}"
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
         try:
             yield found
         finally:
@@ -419,18 +427,21 @@ class PrefixStore:
         there = set(entries.entries_in(namespace))
         self._disk = {path: ids for path, ids in self._disk.items() if path.parent != namespace or path in there}
         for path in there - self._disk.keys():
-            ids = entries.read_tokens(path)
-            if ids is not None:
-                self._disk[path] = ids
+            with contextlib.suppress(OSError):
+                if (ids := entries.read_tokens(path)) is None:
+                    entries.remove(path)
+                else:
+                    self._disk[path] = ids
 
     def _load(self, path: Path) -> _Entry | None:
         """Load an entry; None if it is gone or damaged, which removes it."""
         ids = self._disk.pop(path)
         try:
             cache, segments = HybridCache.load_segments(path, self._model, **self._running)
-        except (DamagedError, OSError):
-            with contextlib.suppress(OSError):
-                entries.remove(path)
+        except DamagedError as error:
+            if not isinstance(error.__cause__, OSError) or isinstance(error.__cause__, FileNotFoundError):
+                with contextlib.suppress(OSError):
+                    entries.remove(path)
             return None
         self._disk[path] = ids
         return self._insert(_Entry(path.parent, ids, cache, _Files(segments), path=path))
@@ -517,11 +528,17 @@ class PrefixStore:
     def _work(self) -> None:
         """The thread's loop: save what is urgent, and what waits when the store is idle."""
         while (entry := self._next()) is not None:
-            try:
-                self._save(entry)
-            except Exception as error:  # told by the next `open`, or raised by `flush`
-                with self._changed:
-                    entry.failed, self._failed = True, error
+            self._try_to_save(entry)
+
+    def _try_to_save(self, entry: _Entry | None) -> None:
+        """Save an entry; the next `open` warns of an error, or `flush` raises it."""
+        if entry is None:
+            return
+        try:
+            self._save(entry)
+        except Exception as error:
+            with self._changed:
+                entry.failed, self._failed = True, error
 
     def _next(self) -> _Entry | None:
         """Wait for an entry to save; None when the store is closed."""
@@ -547,7 +564,7 @@ class PrefixStore:
             if self._tokenizer is not None:
                 more[entries.WORDS] = self._tokenizer.decode(entry.ids[:_WORDS].tolist()).encode()
             with entries.locked(self.folder, exclusive=False):
-                if entries.read_tokens(path) is None:
+                if not path.exists() or entries.read_tokens(path) is None:
                     entries.remove(path)
                     segments = cache.save_segments(path, shared, more)
                 else:  # by another process

@@ -61,7 +61,7 @@ def namespace_of(folder: Path, identity: dict[str, Any], about: dict[str, Any]) 
     made = folder / digest
     with contextlib.suppress(OSError):  # it may be read all the same
         made.mkdir(mode=0o700, exist_ok=True)
-        if not (made / ABOUT).exists():
+        if not _about(made):
             (made / ABOUT).write_text(json.dumps(about), encoding="utf-8")
             (made / ABOUT).chmod(0o600)
     return made
@@ -84,11 +84,12 @@ def entries_in(namespace: Path) -> Iterator[Path]:
 
 
 def read_tokens(path: Path) -> np.ndarray | None:
-    """The tokens of an entry, int32 `[T]`; None if they are gone or were altered."""
-    try:
-        data = (path / TOKENS).read_bytes()
-    except OSError:
-        return None
+    """The tokens of an entry, int32 `[T]`; None if they were altered.
+
+    Raises:
+        OSError: they are gone, or cannot be read.
+    """
+    data = (path / TOKENS).read_bytes()
     ids = np.frombuffer(data[: len(data) // 4 * 4], "<i4").astype(np.int32)
     return ids if entry_path(path.parent, ids) == path else None
 

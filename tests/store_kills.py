@@ -1,0 +1,156 @@
+"""Processes that use a prefix store and are killed at random moments: what they leave is found, and gives no wrong token.
+
+    python tests/store_kills.py FOLDER KILLS SEED [TOKENS]
+
+Without TOKENS a tiny random model; with TOKENS, SmolLM2 and one document of so many. A child reads documents in chunks,
+answers, saves and evicts, and says after each forward how much it has read. It is killed. Another child then opens the
+store: it must start, find all but one segment and one chunk of what was read, and give the tokens of a cache without a
+store. The policy is `full` in float32.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from forks import exit_status
+from tiny import tiny_model
+
+import hf_offload
+from hf_offload.files import entries
+from hf_offload.model.hooks import cache_argument
+
+ANSWER = 6
+
+
+class Work:
+    """A model and prompts for it."""
+
+    def __init__(self, folder: Path, tokens: int | None) -> None:
+        self.folder = folder
+        self.segment, self.chunk = (64, 16) if tokens is None else (4096, 512)
+        generator = torch.Generator().manual_seed(0)
+        if tokens is None:
+            self.model: Any = tiny_model("llama")
+            documents = [torch.randint(3, 160, (1, count), generator=generator) for count in (330, 411, 250)]
+            questions = [torch.randint(3, 160, (1, count), generator=generator) for count in (5, 17, 40)]
+        else:
+            self.model, tokenizer = hf_offload.load_demo_model(attn_implementation="hybrid_sparse")
+            text = hf_offload.demo_text("documentation")[: 6 * tokens]
+            documents = [tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]]
+            questions = [tokenizer("\n\nThis text is about", return_tensors="pt")["input_ids"]]
+        self.prompts = [torch.cat(pair, 1) for pair in ((d, q) for d in documents for q in questions)]
+        self.most = 600_000 if tokens is None else 8 << 30  # bytes: of the tiny model about three chats
+
+    def store(self) -> hf_offload.PrefixStore:
+        return hf_offload.PrefixStore(
+            self.folder, self.model, "full", max_bytes=self.most, min_seconds=0, segment_tokens=self.segment
+        )
+
+    def answer(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        return self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER, do_sample=False, pad_token_id=0,
+            **cache_argument(self.model, cache),
+        )  # fmt: skip
+
+    def use(self, pipe: int, order: random.Random) -> None:
+        """Read and answer prompts without end; write prompt and tokens read to a pipe after each forward."""
+        store = self.store()
+        while True:
+            number = order.randrange(len(self.prompts))
+            with store.open(self.prompts[number]) as found:
+                kept, count = found.cache.after_forward, 0
+                assert kept is not None
+
+                def told(found: Any = found, number: int = number, kept: Any = kept) -> None:
+                    os.write(pipe, f"{number} {found.cache.get_seq_length()}\n".encode())
+                    kept()
+
+                found.cache.after_forward = told
+                found.read(chunk=self.chunk)
+                out = self.answer(self.prompts[number], found.cache)
+                count += 1
+                if order.random() < 0.7:
+                    found.keep(out)
+            if order.random() < 0.3:
+                store.flush()
+
+    def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random) -> None:
+        """After a kill: a prompt of which so many tokens had been read."""
+        store = self.store()
+        left = [path for path in self.folder.glob("*/.*")]
+        assert not left, left
+        listed = {entry.path for entry in entries.list_entries(self.folder)}
+        assert set(self.folder.glob("*/*")) - {path for path in self.folder.glob("*/about.json")} == listed
+        for which in (number, order.randrange(len(self.prompts))):
+            ids = self.prompts[which]
+            with store.open(ids) as found:
+                if which == number:
+                    assert found.tokens >= min(read, ids.shape[1]) - self.segment - self.chunk, (found.tokens, read)
+                    print(
+                        f"prompt {which}: {read} of {ids.shape[1]} tokens were read, {found.tokens} found", flush=True
+                    )
+                assert torch.equal(self.answer(ids, found.cache), want[which])
+        store._held.clear()  # what this child has computed stays unsaved
+        os._exit(0)
+
+
+def main(folder: Path, kills: int, seed: int, tokens: int | None) -> None:
+    torch.set_num_threads(1)  # no team of threads before a fork
+    work, order = Work(folder, tokens), random.Random(seed)
+    with torch.no_grad():
+        if tokens is None:
+            want = [work.answer(ids, hf_offload.HybridCache(work.model, "full")) for ids in work.prompts]
+        else:
+            cache = hf_offload.HybridCache(work.model, "full")
+            for part in work.prompts[0][:, :-2].split(512, 1):
+                work.model(part, logits_to_keep=1, **cache_argument(work.model, cache))
+            want = [work.answer(work.prompts[0], cache)]
+    for kill in range(kills):
+        wait = order.uniform(0.01, 1.2) if tokens is None else order.uniform(5, 25)
+        number, read = one_kill(work, wait, random.Random(order.random()))
+        child = os.fork()
+        if child == 0:
+            try:
+                work.check(number, read, want, order)
+            finally:
+                os._exit(1)
+        assert exit_status(child, 600.0) == 0, f"kill {kill}, after {wait:.3f} s"
+
+
+def one_kill(work: Work, wait: float, order: random.Random) -> tuple[int, int]:
+    """Kill a child some seconds after its first forward; the last prompt that it told, and the tokens read."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ours)
+        try:
+            work.use(theirs, order)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    told, end = b"", time.monotonic() + 60.0
+    while time.monotonic() < end:
+        if select.select([ours], [], [], max(end - time.monotonic(), 0))[0]:
+            more = os.read(ours, 1 << 16)
+            if not told:
+                end = time.monotonic() + wait
+            told += more
+            assert more, "the child has ended by itself"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    told += os.read(ours, 1 << 20)
+    os.close(ours)
+    number, read = told.rpartition(b"\n")[0].rpartition(b"\n")[2].split()
+    return int(number), int(read)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
