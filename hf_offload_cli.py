@@ -1,4 +1,4 @@
-"""The command line `hf-offload`: `plan`, `tune`, `profile`, `train-fluxion`.
+"""The command line `hf-offload`: `plan`, `tune`, `profile`, `train-fluxion`, `store`.
 
 It is a module beside the package because `import hf_offload` imports torch and Transformers, which takes seconds: help
 and wrong options must not wait for that. Each command imports what it runs.
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_offload.files.entries import Listed
     from hf_offload.tools.profile import Profile
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,6 +35,11 @@ UNREAD = 400_000
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, rich_markup_mode=None)
 
+store_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(store_app, name="store", help="List and remove the caches that a PrefixStore has saved.")
+
+Folder = Annotated[Path, typer.Option(help="Folder of the store.", file_okay=False)]
+PREFIXES = Path("~/.cache/hf_offload/prefixes")
 Model = Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file.", show_default="SmolLM2-135M-Instruct")]
 Dtype = Annotated[str, typer.Option(help=f"Of the model: {', '.join(DTYPES)}.")]
 Text = Annotated[
@@ -244,6 +251,90 @@ def train_fluxion(
     if report is not None:
         _print(quality_table(report))
         typer.echo(f"wrote {out / PREDICTOR} and {out / REPORT}")
+
+
+@store_app.command(epilog=_example("hf-offload store ls --folder ~/.cache/hf_offload/prefixes"))
+def ls(folder: Folder = PREFIXES) -> None:
+    """List the entries, the least recently used one first: the next to be removed where room is needed."""
+    from hf_offload.blocks.memory import size_text
+    from hf_offload.tools.tables import make_table
+
+    rows = [
+        {
+            "entry": _entry_id(entry.path),
+            "model": str(entry.about.get("model", "?")),
+            "policy": str(entry.about.get("policy", {}).get("name", "?")),
+            "tokens": f"{entry.tokens:,}" if entry.tokens else "left behind",
+            "own": size_text(entry.own),
+            "shared": size_text(entry.shared),
+            "last use": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used)) if entry.used else "",
+            "begins with": " ".join(entry.words.split()),
+        }
+        for entry in _listed(folder)
+    ]
+    if rows:
+        _print(make_table(str(folder), rows))
+    else:
+        typer.echo(f"{folder} holds no entries")
+
+
+@store_app.command(epilog=_example("hf-offload store du"))
+def du(folder: Folder = PREFIXES) -> None:
+    """Print the bytes on disk of each model and policy; files that several entries share are counted once."""
+    from hf_offload.blocks.memory import size_text
+    from hf_offload.files.entries import used_bytes
+    from hf_offload.tools.tables import make_table
+
+    found = _listed(folder)
+    rows = []
+    for namespace in sorted({entry.path.parent for entry in found}):
+        mine = [entry for entry in found if entry.path.parent == namespace]
+        about = mine[0].about
+        rows.append({
+            "model": str(about.get("model", "?")), "policy": str(about.get("policy", {}).get("name", "?")),
+            "entries": str(sum(bool(entry.tokens) for entry in mine)), "bytes": size_text(used_bytes(namespace)),
+            "of killed processes": size_text(sum(entry.own for entry in mine if not entry.tokens)),
+        })  # fmt: skip
+    if rows:
+        _print(make_table(str(folder), rows))
+    typer.echo(f"{size_text(used_bytes(*{entry.path.parent for entry in found}))} in {folder}")
+
+
+@store_app.command(epilog=_example("hf-offload store rm 4f0c2a", "hf-offload store rm --all"))
+def rm(
+    entry: Annotated[list[str] | None, typer.Argument(help="Entries, as `ls` names them.")] = None,
+    folder: Folder = PREFIXES,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
+) -> None:
+    """Remove entries; bytes that others share stay as long as these."""
+    from hf_offload.files.entries import clean, locked, remove
+
+    with _mistakes():
+        found = {_entry_id(each.path): each.path for each in _listed(folder) if each.tokens}
+        names = list(found) if everything else entry or []
+        if not names and not everything:
+            raise ValueError("name entries, as `hf-offload store ls` does, or use --all")
+        if unknown := [name for name in names if name not in found]:
+            raise ValueError(f"{folder} has no entry {unknown[0]!r}; `hf-offload store ls` names them")
+        if not folder.expanduser().exists():
+            return
+        with locked(folder.expanduser(), exclusive=True):
+            clean(folder.expanduser())
+            for name in names:
+                remove(found[name])
+    typer.echo(f"removed {len(names)}")
+
+
+def _listed(folder: Path) -> list[Listed]:
+    from hf_offload.files.entries import list_entries
+
+    with _mistakes():
+        return list_entries(folder.expanduser())
+
+
+def _entry_id(path: Path) -> str:
+    """How `ls` names an entry: the first digits of its namespace and its own."""
+    return f"{path.parent.name[:4]}{path.name[:8]}"
 
 
 @contextlib.contextmanager

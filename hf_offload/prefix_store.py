@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -75,7 +75,8 @@ class _Entry:
             more, as the entry is saved.
         base_files: where the blocks of `base` are.
         seconds: how long it took to compute what is not on disk.
-        path: its folder, if it is saved; failed: whether a save has failed.
+        path: its folder, if it is saved; failed: whether a save has failed; evicted: whether its folder was removed and
+            it has not been used since.
         used: number of its last use.
         users: how many forks of it are at work.
     """
@@ -89,6 +90,7 @@ class _Entry:
     seconds: float = 0.0
     path: Path | None = None
     failed: bool = False
+    evicted: bool = False
     used: int = 0
     users: int = 0
 
@@ -413,6 +415,7 @@ class PrefixStore:
         policy = describe_policy(cache.policy)
         identity = {"format": FORMAT, "model": model, "policy": policy, "knobs": knobs, "tenant": self._tenant}
         name = getattr(self._model.config, "_name_or_path", "") or type(self._model).__name__
+        name = Path(name).name if os.path.exists(name) else name
         return entries.namespace_of(self.folder, identity, {"model": name, "policy": policy, "knobs": knobs})
 
     def _list(self, namespace: Path) -> None:
@@ -425,13 +428,20 @@ class PrefixStore:
             return
         self._seen[namespace] = now
         there = set(entries.entries_in(namespace))
-        self._disk = {path: ids for path, ids in self._disk.items() if path.parent != namespace or path in there}
+        self._forget({path for path in self._disk if path.parent == namespace} - there)
         for path in there - self._disk.keys():
             with contextlib.suppress(OSError):
                 if (ids := entries.read_tokens(path)) is None:
                     entries.remove(path)
                 else:
                     self._disk[path] = ids
+
+    def _forget(self, gone: Collection[Path]) -> None:
+        """Entries are no longer on disk; those in memory are saved again when they are used again."""
+        self._disk = {path: ids for path, ids in self._disk.items() if path not in gone}
+        for entry in self._held:
+            if entry.path in gone:
+                entry.path, entry.evicted = None, True
 
     def _load(self, path: Path) -> _Entry | None:
         """Load an entry; None if it is gone or damaged, which removes it."""
@@ -479,6 +489,8 @@ class PrefixStore:
     def _use(self, entry: _Entry) -> None:
         self._clock += 1
         entry.used = self._clock
+        if entry.evicted:
+            entry.seconds, entry.evicted = max(self._min_seconds, entry.seconds), False
         if entry.path is not None:
             entries.touch(entry.path)
 
@@ -513,7 +525,8 @@ class PrefixStore:
     # --- entries on disk ----------------------------------------------------------------------------------------------
 
     def _wants_saving(self, entry: _Entry) -> bool:
-        return entry.path is None and entry.seconds >= self._min_seconds and not entry.failed
+        done = entry.path is not None or entry.failed or entry.evicted
+        return not done and entry.seconds >= self._min_seconds
 
     def _save_soon(self, entry: _Entry) -> None:
         self._urgent = [*(other for other in self._urgent if not _begins(entry.ids, other.ids)), entry]
@@ -564,7 +577,7 @@ class PrefixStore:
             if self._tokenizer is not None:
                 more[entries.WORDS] = self._tokenizer.decode(entry.ids[:_WORDS].tolist()).encode()
             with entries.locked(self.folder, exclusive=False):
-                if not path.exists() or entries.read_tokens(path) is None:
+                if entries.read_tokens(path) is None:
                     entries.remove(path)
                     segments = cache.save_segments(path, shared, more)
                 else:  # by another process
@@ -578,10 +591,10 @@ class PrefixStore:
                 for other in [p for p in older if self._crops and _begins(entry.ids, self._disk[p])]:
                     entries.remove(other)
                     del self._disk[other]
-            if entries.used_bytes(self.folder) > self._max_bytes:
+            if entries.used_bytes(*self.folder.iterdir()) > self._max_bytes:
                 gone = entries.evict(self.folder, self._max_bytes, {path, *in_use})
                 with self._changed:
-                    self._disk = {p: ids for p, ids in self._disk.items() if p not in gone}
+                    self._forget(gone)
 
     def flush(self) -> None:
         """Save now all that is to be saved.

@@ -1,4 +1,4 @@
-"""Processes that use a prefix store and are killed at random moments: what they leave is found, and gives no wrong token.
+"""Processes that use a prefix store and are killed at random moments: what they leave gives no wrong token.
 
     python tests/store_kills.py FOLDER KILLS SEED [TOKENS]
 
@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -66,29 +67,36 @@ class Work:
         while True:
             number = order.randrange(len(self.prompts))
             with store.open(self.prompts[number]) as found:
-                kept, count = found.cache.after_forward, 0
+                kept = found.cache.after_forward
+                lost = max(found.tokens - self.on_disk(self.prompts[number]), 0)  # evicted, or not saved yet
                 assert kept is not None
 
-                def told(found: Any = found, number: int = number, kept: Any = kept) -> None:
-                    os.write(pipe, f"{number} {found.cache.get_seq_length()}\n".encode())
+                def told(found: Any = found, number: int = number, kept: Any = kept, lost: int = lost) -> None:
+                    os.write(pipe, f"{number} {found.cache.get_seq_length() if lost < self.segment else 0}\n".encode())
                     kept()
 
                 found.cache.after_forward = told
                 found.read(chunk=self.chunk)
                 out = self.answer(self.prompts[number], found.cache)
-                count += 1
                 if order.random() < 0.7:
                     found.keep(out)
             if order.random() < 0.3:
                 store.flush()
 
+    def on_disk(self, ids: torch.Tensor) -> int:
+        """The number of a prompt's tokens that an entry on disk holds."""
+        have = [entries.read_tokens(path) for path in self.folder.glob("*/*") if path.is_dir()]
+        wanted = ids[0].numpy()
+        common = [(wanted[: len(each)] == each[: len(wanted)]).cumprod().sum() for each in have if each is not None]
+        return int(max(common, default=0))
+
     def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random) -> None:
         """After a kill: a prompt of which so many tokens had been read."""
         store = self.store()
-        left = [path for path in self.folder.glob("*/.*")]
+        left = list(self.folder.glob("*/.*"))
         assert not left, left
         listed = {entry.path for entry in entries.list_entries(self.folder)}
-        assert set(self.folder.glob("*/*")) - {path for path in self.folder.glob("*/about.json")} == listed
+        assert set(self.folder.glob("*/*")) - set(self.folder.glob("*/about.json")) == listed
         for which in (number, order.randrange(len(self.prompts))):
             ids = self.prompts[which]
             with store.open(ids) as found:
@@ -120,6 +128,8 @@ def main(folder: Path, kills: int, seed: int, tokens: int | None) -> None:
         if child == 0:
             try:
                 work.check(number, read, want, order)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         assert exit_status(child, 600.0) == 0, f"kill {kill}, after {wait:.3f} s"
@@ -133,6 +143,8 @@ def one_kill(work: Work, wait: float, order: random.Random) -> tuple[int, int]:
         os.close(ours)
         try:
             work.use(theirs, order)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     os.close(theirs)

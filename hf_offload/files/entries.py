@@ -79,17 +79,28 @@ def token_bytes(ids: np.ndarray) -> bytes:
 
 def entries_in(namespace: Path) -> Iterator[Path]:
     """The folders of entries; none if the folder cannot be read."""
-    with contextlib.suppress(OSError):
-        yield from (path for path in sorted(namespace.iterdir()) if path.name[0] != "." and (path / TOKENS).exists())
+    yield from (path for path in _inside(namespace) if path.name[0] != "." and (path / TOKENS).exists())
+
+
+def _inside(*folders: Path) -> list[Path]:
+    """What is in folders; nothing of one that is gone, is none, or cannot be read."""
+    found = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            found += sorted(folder.iterdir())
+    return found
 
 
 def read_tokens(path: Path) -> np.ndarray | None:
-    """The tokens of an entry, int32 `[T]`; None if they were altered.
+    """The tokens of an entry, int32 `[T]`; None if they are not there or were altered.
 
     Raises:
-        OSError: they are gone, or cannot be read.
+        OSError: they cannot be read.
     """
-    data = (path / TOKENS).read_bytes()
+    try:
+        data = (path / TOKENS).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     ids = np.frombuffer(data[: len(data) // 4 * 4], "<i4").astype(np.int32)
     return ids if entry_path(path.parent, ids) == path else None
 
@@ -103,7 +114,7 @@ def touch(path: Path) -> None:
 @contextlib.contextmanager
 def locked(folder: Path, *, exclusive: bool, wait: bool = True) -> Iterator[bool]:
     """Hold the folder's lock, which ends with the process; give whether it is held."""
-    with (folder / LOCK).open("ab") as file:
+    with open(folder / LOCK, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         held = _lock(file, exclusive=exclusive, wait=wait)
         yield held  # closing the file lets go
 
@@ -127,15 +138,16 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes have left; nobody may be saving."""
-    for path in folder.glob("*/.*"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what killed processes have left, and entries without tokens; nobody may be saving."""
+    for path in _inside(*_inside(folder)):
+        if path.is_dir() and (path.name[0] == "." or not (path / TOKENS).exists()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def list_entries(folder: Path) -> list[Listed]:
     """All entries and what was left behind, the least recently used one first; what vanishes meanwhile is left out."""
     files: dict[Path, dict[int, int]] = {}  # inode: bytes
-    for path in sorted(folder.glob("*/*")):
+    for path in _inside(*_inside(folder)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             files[path] = {stat.st_ino: stat.st_size for stat in (file.stat() for file in path.iterdir())}
     names = Counter(inode for inodes in files.values() for inode in inodes)
@@ -165,10 +177,10 @@ def _about(namespace: Path) -> dict[str, Any]:
     return {}
 
 
-def used_bytes(folder: Path) -> int:
-    """Bytes of all files of all entries, each file counted once."""
+def used_bytes(*namespaces: Path) -> int:
+    """Bytes of all files of the entries of namespaces, each file counted once."""
     sizes = {}
-    for path in folder.glob("*/*/*"):
+    for path in _inside(*_inside(*namespaces)):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
             sizes[stat.st_ino] = stat.st_size
@@ -192,7 +204,7 @@ def evict(folder: Path, most: int, keep: Collection[Path]) -> list[Path]:
     with locked(folder, exclusive=True):
         clean(folder)
         for entry in list_entries(folder):
-            if used_bytes(folder) <= most:
+            if used_bytes(*_inside(folder)) <= most:
                 break
             if entry.path not in keep:
                 remove(entry.path)

@@ -97,7 +97,7 @@ def save_cache(
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
     made = folder.parent / f"{_beside(folder)}.{secrets.token_hex(8)}.saving"
     try:
-        if folder.exists() and not _replaceable(folder):
+        if folder.exists() and not _replaceable(folder, {*OLD_NAMES, *(more or ())}):
             raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
         new = [above for above in folder.parents if not above.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -249,13 +249,13 @@ def _write(
     return segments
 
 
-def _replaceable(folder: Path) -> bool:
-    """Whether a folder is empty or holds a saved cache and nothing else, and is not the current one."""
+def _replaceable(folder: Path, more: set[str]) -> bool:
+    """Whether a folder is empty or holds a saved cache and at most these further files, and is not the current one."""
     if not folder.is_dir() or folder.samefile(os.curdir):
         return False
     found = {file.name for file in folder.iterdir()}
     others = {name for name in found - {CACHE, SUMS} if not NAME.fullmatch(name)}
-    return not found or (SUMS in found and others <= OLD_NAMES)
+    return not found or (SUMS in found and others <= more)
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -1,0 +1,704 @@
+"""`PrefixStore`: what prompts find again, in memory and on disk, and what they must not find."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from forks import exit_status
+from test_families import build
+from tiny import DEVICE, tiny_model
+from transformers import PreTrainedModel
+
+import hf_offload
+from hf_offload import HybridCache, PrefixStore, prefix_store
+from hf_offload.files import entries, saving, segments
+from hf_offload.model.hooks import cache_argument
+
+SIZE = 16
+SCOUT: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 16}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {}),
+    "scout": ("scout", SCOUT),
+    "samples": ("scout", {"samples": 64}),
+    "hgca": ("hgca", {"window": 32}),
+    "h2o": ("h2o", {"heavy": 0.3, "recent": 0.1}),
+    "int8": ("full", {"host_dtype": "int8"}),
+    "split": ("scout", {**SCOUT, "tier": "split"}),
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, PreTrainedModel]:
+    return {
+        "llama": tiny_model("llama"),
+        "gemma3": tiny_model("gemma3"),
+        "linear": build("qwen3_next", "hybrid_sparse"),
+    }
+
+
+@pytest.fixture
+def model(models: dict[str, PreTrainedModel]) -> PreTrainedModel:
+    return models["llama"]
+
+
+def ids(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 160, (1, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts, 1)
+
+
+def generate(model: PreTrainedModel, prompt: torch.Tensor, cache: Any, count: int = 8, **options: Any) -> Any:
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False, output_scores=True,
+        return_dict_in_generate=True, pad_token_id=0, **cache_argument(model, cache), **options,
+    )  # fmt: skip
+
+
+def make(folder: Path, model: PreTrainedModel, policy: str = "full", **options: Any) -> PrefixStore:
+    name, knobs = POLICIES[policy]
+    return PrefixStore(folder, model, name, block_size=SIZE, **{"min_seconds": 0, **knobs, **options})
+
+
+def ask(store: PrefixStore, prompt: torch.Tensor, count: int = 8, keep: bool = True) -> tuple[int, str | None, Any]:
+    """What was found for a prompt, where, and what was generated."""
+    with store.open(prompt) as found:
+        out = generate(store._model, prompt, found.cache, count)
+        if keep:
+            found.keep(out)
+        return found.tokens, found.source, out
+
+
+def scores(out: Any) -> torch.Tensor:
+    return torch.stack(out.scores)
+
+
+def entry_files(folder: Path) -> list[Path]:
+    return list(folder.glob("*/*/*"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_memory_and_disk_go_on_bit_for_bit_alike(model: PreTrainedModel, tmp_path: Path, policy: str) -> None:
+    store = make(tmp_path, model, policy)
+    first = ids(300)
+    tokens, source, out = ask(store, first)
+    assert (tokens, source) == (0, None)
+    second = joined(out.sequences, ids(20, 1))
+    store.flush()
+    store._min_seconds = 1000  # nothing more is saved
+    with store.open(second) as found:
+        assert (found.tokens, found.source) == (307, "ram")
+        ram = generate(model, second, found.cache)
+    with make(tmp_path, model, policy).open(second) as found:
+        assert (found.tokens, found.source) == (307, "disk")
+        disk = generate(model, second, found.cache)
+    assert torch.equal(scores(ram), scores(disk))
+    if policy == "full":
+        plain = generate(model, second, HybridCache(model, "full", block_size=SIZE))
+        assert torch.equal(plain.sequences, ram.sequences)
+        assert (scores(plain) - scores(ram)).abs().max() < 1e-4
+
+
+def test_the_longest_common_prefix_is_found_and_two_tokens_are_left(model: PreTrainedModel, tmp_path: Path) -> None:
+    document, store = ids(200), make(tmp_path, model)
+    for seed, count in ((1, 30), (2, 60)):
+        ask(store, joined(document, ids(count, seed)))
+    for prompt, want in (
+        (joined(document, ids(60, 2), ids(9, 9)), 260),
+        (joined(document, ids(60, 2)[:, :41], ids(9, 9)), 241),
+        (document, 198),
+        (document[:, :50], 48),
+        (document[:, :2], 0),
+        (document[:, :1], 0),
+        (ids(50, 8), 0),
+    ):
+        with store.open(prompt) as found:
+            assert found.tokens == want
+            assert found.source == ("ram" if want else None)
+            assert found.cache.get_seq_length() == want
+            out = generate(model, prompt, found.cache)
+        assert torch.equal(out.sequences, generate(model, prompt, HybridCache(model, "full")).sequences)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "linear"])
+@pytest.mark.parametrize("again", ["ram", "disk"])
+def test_models_that_cannot_crop_continue_from_whole_entries(
+    models: dict[str, PreTrainedModel], tmp_path: Path, family: str, again: str
+) -> None:
+    model = models[family]
+    store = make(tmp_path, model)
+    first = ids(300)
+    _, _, out = ask(store, first)
+    for answer, want in ((out.sequences[:, 300:], 307), (ids(6, 5), 300)):  # as it was; rendered otherwise
+        second = joined(first, answer, ids(7, 1))
+        if again == "disk":
+            store.close()
+            store = make(tmp_path, model)
+        tokens, source, got = ask(store, second, keep=False)
+        assert (tokens, source) == (want, again if want == 307 or again == "ram" else source)
+        plain = generate(model, second, HybridCache(model, "full", block_size=SIZE))
+        assert (scores(plain) - scores(got)).abs().max() < 1e-4
+        assert torch.equal(plain.sequences, got.sequences)
+
+
+def test_what_read_has_read_is_found_by_models_that_cannot_crop(
+    models: dict[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    model, prompt = models["gemma3"], ids(300)
+    store = make(tmp_path, model)
+    with store.open(prompt) as found:
+        found.read(stop=280, chunk=64)  # the end of the last user's message
+        generate(model, prompt, found.cache)
+    other = joined(prompt[:, :280], ids(20, 3))
+    assert ask(store, other)[0] == 280
+    with store.open(prompt) as found:
+        assert found.tokens == 280  # the whole prompt leaves nothing to append
+        found.read()
+    with store.open(prompt) as found:
+        assert found.tokens == 298
+
+
+def test_a_chat_of_a_model_that_cannot_crop_keeps_eight_entries(
+    models: dict[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    store = make(tmp_path, models["gemma3"])
+    prompt = ids(60)
+    for turn in range(9):
+        tokens, _, out = ask(store, prompt, 3)
+        assert tokens == (0 if turn == 0 else prompt.shape[1] - 5)
+        prompt = joined(out.sequences, ids(4, turn))
+    assert len(store._held) == prefix_store.MOST_CHECKPOINTS
+    store.flush()
+    assert len(entries.list_entries(tmp_path)) <= 18
+
+
+def test_a_prompt_in_chunks_is_saved_by_segments(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model, segment_tokens=64)
+    prompt = ids(300)
+    with store.open(prompt) as found:
+        lengths = []
+        after = found.cache.after_forward
+        assert after is not None
+
+        def told() -> None:
+            after()
+            lengths.append((found.cache.get_seq_length(), [entry.tokens for entry in entries.list_entries(tmp_path)]))
+
+        found.cache.after_forward = told
+        found.read(chunk=32)
+    assert [have for _, have in lengths] == [[], [64], [64], [128], [128], [192], [192], [256], [256], [256]]
+    store.close()
+    assert [entry.tokens for entry in entries.list_entries(tmp_path)] == [298]
+    assert len([path for path in entry_files(tmp_path) if path.name.startswith("segment")]) == 5
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 7, 64, 297, 298, 299, 500])
+def test_read_leaves_two_tokens_and_never_feeds_a_single_one(
+    model: PreTrainedModel, tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, fed = make(tmp_path, model), []
+    model.register_forward_pre_hook(lambda module, args: fed.append(args[0].shape[1]))
+    with store.open(ids(300)) as found:
+        found.read(chunk=chunk)
+        assert found.cache.get_seq_length() == 298
+    model._forward_pre_hooks.clear()
+    assert sum(fed) == 298
+    assert min(fed) > 1
+    assert max(fed) <= chunk + 1
+
+
+def test_chats_of_one_document_share_it(model: PreTrainedModel, tmp_path: Path) -> None:
+    document, store = ids(700), make(tmp_path, model, "scout")
+    with store.open(document) as found:
+        found.read()
+    store.flush()
+    one, bytes_of_one = store.ram_bytes, entries.used_bytes(*tmp_path.glob("*"))
+    for chat in range(8):
+        ask(store, joined(document, ids(10, chat)), 3)
+    store.flush()
+    assert len(store._held) == 8
+    assert store.ram_bytes < 1.5 * one  # two blocks of 44 each, which are its own
+    assert entries.used_bytes(*tmp_path.glob("*")) < 2 * bytes_of_one  # tables are large beside a tiny model's keys
+    linked = {path.name: path.stat().st_nlink for path in tmp_path.glob("*/*/segment-*")}
+    assert max(linked.values()) == 8
+
+
+def test_turns_write_what_is_new(model: PreTrainedModel, tmp_path: Path) -> None:
+    store, written = make(tmp_path, model), dict[int, int]()
+    prompt = ids(600)
+    for turn in range(12):
+        out = ask(store, prompt, 5)[2]
+        prompt = joined(out.sequences, ids(20, turn))
+        store.flush()
+        written |= {path.stat().st_ino: path.stat().st_size for path in tmp_path.glob("*/*/segment-*")}
+    blocks = -(-prompt.shape[1] // SIZE) * store._held[-1].cache.layers[0].store.pool.block_bytes * 4
+    assert sum(written.values()) < 1.1 * blocks + 12 * 4096  # and headers
+
+
+def test_limits_hold_within_one_entry(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    ask(store, ids(300))
+    store.flush()
+    memory, disk = store.ram_bytes, entries.used_bytes(*tmp_path.glob("*"))
+    store = make(tmp_path, model, max_ram=3 * memory, max_bytes=3 * disk + disk // 2)
+    for seed in range(1, 9):
+        ask(store, ids(300, seed))
+        store.flush()
+        assert store.ram_bytes <= 3 * memory
+        assert entries.used_bytes(*tmp_path.glob("*")) <= 3 * disk + disk // 2
+    assert ask(store, joined(ids(300, 8), ids(5)))[0] == 300  # the newest ones stay
+    assert ask(store, joined(ids(300, 7), ids(5)))[0] == 300
+    assert ask(store, joined(ids(300, 1), ids(5)))[0] == 0
+
+
+def test_what_is_in_use_is_not_evicted(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model, max_ram=1, max_bytes=1)
+    _, _, out = ask(store, ids(300))
+    second = joined(out.sequences, ids(5))
+    with store.open(second) as found:
+        assert found.tokens == 307
+        for seed in range(3):
+            ask(store, ids(100, 5 + seed))
+        got = generate(model, second, found.cache)
+    plain = generate(model, second, HybridCache(model, "full"))
+    assert torch.equal(got.sequences, plain.sequences)
+
+
+def test_short_work_is_not_saved_and_long_work_at_once(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_store, "IDLE", 0.2)
+    store = make(tmp_path, model, min_seconds=1000)
+    ask(store, ids(300))
+    store.close()
+    assert entry_files(tmp_path) == []
+    store = make(tmp_path, model, min_seconds=0)
+    with store.open(ids(300)) as found:
+        generate(model, ids(300), found.cache, 1)
+        wait_for(lambda: [entry.tokens for entry in entries.list_entries(tmp_path)] == [300])  # before the block ends
+    ask(store, ids(200, 1))
+    wait_for(lambda: sorted(e.tokens for e in entries.list_entries(tmp_path)) == [207, 300])  # when idle
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_side_calls_push_nothing_out(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Titles and tags: short prompts about the chat."""
+    store = make(tmp_path, model)
+    prompt = ids(400)
+    ask(store, prompt)
+    store.flush()
+    limit = int(1.3 * store.ram_bytes)
+    store = make(tmp_path, model, max_ram=limit, max_bytes=int(1.3 * entries.used_bytes(*tmp_path.glob("*"))))
+    for turn in range(6):
+        tokens, _, out = ask(store, prompt)
+        assert turn == 0 or tokens >= 390
+        ask(store, ids(20, 50 + turn))
+        store.flush()
+        prompt = joined(out.sequences[:, :-3], ids(2, turn))
+
+
+# --- what must not be found -------------------------------------------------------------------------------------------
+
+
+def test_other_models_policies_and_tenants_find_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt = ids(200)
+    store = make(tmp_path, model)
+    ask(store, prompt)
+    store.close()
+    adapted = peft.get_peft_model(
+        tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
+    others: list[tuple[Any, str, dict[str, Any]]] = [
+        (tiny_model("llama").bfloat16(), "full", {}),
+        (tiny_model("llama", seed=1), "full", {}),
+        (adapted, "full", {}),
+        (model, "int8", {}),
+        (model, "hgca", {}),
+        (model, "full", {"block_size": 32}),
+        (model, "full", {"tenant": "another"}),
+    ]
+    for other, policy, knobs in others:
+        name, more = POLICIES[policy]
+        with PrefixStore(tmp_path, other, name, min_seconds=0, **{"block_size": SIZE, **more, **knobs}) as another:
+            with another.open(prompt) as found:
+                assert found.tokens == 0, (policy, knobs)
+                generate(other, prompt, found.cache, 1)
+            with another.open(prompt) as found:
+                assert found.tokens == 198
+    assert ask(make(tmp_path, model), prompt)[0] == 198
+
+
+def test_an_adapter_that_is_switched_off_finds_nothing_of_it(tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(
+        tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
+    store, prompt = make(tmp_path, adapted), ids(100)
+    assert ask(store, prompt)[0] == 0
+    with adapted.disable_adapter():
+        assert ask(store, prompt)[0] == 0
+        assert ask(store, prompt)[0] == 98
+    assert ask(store, prompt)[0] == 98
+    assert len(list(tmp_path.glob("*/about.json"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["tokens", "cache.safetensors", "SHA256SUMS", "segment", "tail"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "empty"])
+def test_damaged_entries_are_missed_and_removed(model: PreTrainedModel, tmp_path: Path, kind: str, damage: str) -> None:
+    prompt = ids(200)
+    store = make(tmp_path, model)
+    _, _, want = ask(store, prompt)
+    store.close()
+    (path,) = (path for path in entry_files(tmp_path) if path.name.startswith(kind))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"flipped": bytes(data), "cut": bytes(data[:-3]), "empty": b""}[damage])
+    for _ in range(2):
+        tokens, _, out = ask(store := make(tmp_path, model), prompt)
+        assert tokens in (0, 198)
+        assert torch.equal(out.sequences, want.sequences)
+        store.close()
+    assert tokens == 198  # saved again
+    assert kind == "tokens" or len([entry for entry in entries.list_entries(tmp_path) if entry.tokens]) == 1
+
+
+def test_the_text_of_one_entry_under_the_name_of_another_is_missed(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    ask(store, ids(100))
+    ask(store, ids(100, 1))
+    store.close()
+    one, other = (path for path in tmp_path.glob("*/*") if path.is_dir())
+    shutil.copy(one / "tokens", other / "tokens")
+    store = make(tmp_path, model)
+    assert sorted((ask(store, ids(100))[0], ask(store, ids(100, 1))[0])) == [0, 98]
+
+
+def test_rows_and_padding_are_not_kept(model: PreTrainedModel, tmp_path: Path) -> None:
+    store, prompt = make(tmp_path, model), ids(60)
+    with store.open(prompt) as found:
+        generate(model, prompt, found.cache, num_beams=2)
+    mask = torch.ones_like(prompt)
+    mask[:, :5] = 0
+    with store.open(prompt) as found:
+        assert found.tokens == 0
+        model.generate(prompt, attention_mask=mask, max_new_tokens=2, **cache_argument(model, found.cache))
+    with store.open(prompt) as found:
+        assert found.tokens == 0
+
+
+def test_images_and_other_input_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    for wrong, error, words in (
+        (torch.zeros(2, 5, dtype=torch.long), ValueError, "one row without padding"),
+        (torch.zeros(1, 0, dtype=torch.long), ValueError, "no token"),
+        (torch.zeros(1, 4), TypeError, "integers"),
+        (torch.tensor([[1, -7]]), ValueError, "no token ids"),
+        ([[1, 2], [3, 4]], ValueError, "one row"),
+    ):
+        with pytest.raises(error, match=words), store.open(wrong):
+            pass
+    model.config.image_token_id = 77
+    try:
+        with pytest.raises(ValueError, match="image_token_id 77"), store.open([5, 77, 6]):
+            pass
+    finally:
+        del model.config.image_token_id
+    with store.open([5, 7, 6]) as found:
+        with pytest.raises(ValueError, match="begin otherwise"):
+            found.keep([[5, 7, 8, 9]])
+        with pytest.raises(ValueError, match="stop=-1"):
+            found.read(stop=-1)
+        with pytest.raises(ValueError, match="chunk=1"):
+            found.read(chunk=1)
+        generate(model, torch.tensor([[5, 7, 6]]), found.cache)
+        with pytest.raises(ValueError, match="give all that"):
+            found.keep([[5, 7, 6]])
+    store.close()
+    with pytest.raises(RuntimeError, match="closed"), store.open([1, 2, 3]):
+        pass
+    for knobs in ({"max_ram": "much"}, {"max_bytes": -1}, {"min_seconds": -1}, {"segment_tokens": 0}, {"budgets": 5}):
+        with pytest.raises((ValueError, TypeError)):
+            PrefixStore(tmp_path, model, "scout", **knobs)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_and_memory_serves(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, prompt = make(tmp_path, model), ids(200)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "sync", full)
+        ask(store, prompt)
+        wait_for(lambda: store._failed is not None)
+        with pytest.warns(RuntimeWarning, match="not saved.*No space left.*free space on its disk"):
+            assert ask(store, prompt)[0] == 198
+        with pytest.raises(OSError, match="free space"):
+            store.flush()
+        assert entry_files(tmp_path) == []
+    store.flush()
+    assert len(entries.list_entries(tmp_path)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
+def test_a_small_disk_that_fills_up(model: PreTrainedModel, tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        store = make(tmp_path, model)
+        for seed in range(6):
+            _tokens, _, out = ask(store, ids(300, seed))
+            plain = generate(model, ids(300, seed), HybridCache(model, "full"))
+            assert torch.equal(out.sequences, plain.sequences)
+            with suppress_full_disk():
+                store.flush()
+        kept = len(entries.list_entries(tmp_path))
+        assert 0 < kept < 6
+        assert not list(tmp_path.glob("*/.*"))
+        found = [ask(make(tmp_path, model, min_seconds=99), ids(300, seed), keep=False)[0] for seed in range(6)]
+        assert sorted(found) == [0] * (6 - kept) + [298] * kept
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
+def test_a_folder_that_cannot_be_written_is_read(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    ask(store, ids(200))
+    store.close()
+    if subprocess.run(["mount", "--bind", "-o", "ro", str(tmp_path), str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        store = make(tmp_path, model)
+        assert ask(store, ids(200))[:2] == (198, "disk")
+        ask(store, ids(150, 1))
+        with pytest.raises(OSError, match="Read-only"):
+            store.flush()
+        (segment,) = (path for path in entry_files(tmp_path) if path.name.startswith("segment"))
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    data = bytearray(segment.read_bytes())
+    data[5000] ^= 1
+    segment.write_bytes(bytes(data))
+    assert ask(make(tmp_path, model), ids(200))[0] == 0
+
+
+@contextmanager
+def suppress_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if "free space" not in str(error):
+            raise
+
+
+def test_an_interrupted_prompt_goes_on_where_it_was(model: PreTrainedModel, tmp_path: Path) -> None:
+    store, prompt = make(tmp_path, model), ids(300)
+    layer: Any = model.model.layers[2]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def read() -> None:
+        with store.open(prompt) as found:
+            found.read(stop=128, chunk=64)
+            layer.register_forward_pre_hook(interrupt)
+            found.read(chunk=64)
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    layer._forward_pre_hooks.popitem()
+    tokens, _, out = ask(store, prompt)
+    assert tokens == 128
+    assert torch.equal(out.sequences, generate(model, prompt, HybridCache(model, "full")).sequences)
+
+
+def test_two_threads_read_one_document(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Both have found nothing; the second one's entry is the first one's. Later chats of both are right."""
+    store, document = make(tmp_path, model), ids(300)
+    with store.open(document) as one, store.open(document) as other:
+        one.read()
+        other.read()
+        for found in (one, other):
+            out = generate(model, document, found.cache)
+            found.keep(out)
+    store.flush()
+    for again in (store, make(tmp_path, model)):
+        tokens, _, got = ask(again, joined(out.sequences, ids(5)), keep=False)
+        assert tokens >= 307
+        plain = generate(model, joined(out.sequences, ids(5)), HybridCache(model, "full"))
+        assert torch.equal(got.sequences, plain.sequences)
+
+
+def test_many_threads_ask_at_once(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_store, "IDLE", 0.01)
+    store, document, wrong = make(tmp_path, model, max_ram=700_000, max_bytes=900_000), ids(300), []
+
+    def chat(number: int) -> None:
+        try:
+            for turn in range(4):
+                prompt = joined(document[:, : 300 - 40 * (number % 2)], ids(10 + turn, 10 * number + turn))
+                out = ask(store, prompt, keep=turn % 2 == 0)[2]
+                plain = generate(model, prompt, HybridCache(model, "full"))
+                if not torch.equal(out.sequences, plain.sequences):
+                    wrong.append((number, turn))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=chat, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.close()
+    assert wrong == []
+
+
+def test_processes_that_evict_each_others_entries(model: PreTrainedModel, tmp_path: Path) -> None:
+    with torch.no_grad():
+        want = [generate(model, ids(200, seed), HybridCache(model, "full")).sequences for seed in range(6)]
+    children = []
+    for process in range(3):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                store = make(tmp_path, model, max_bytes=400_000, max_ram=300_000)
+                order = torch.randperm(24, generator=torch.Generator().manual_seed(process)).tolist()
+                hits = 0
+                for each in order:
+                    tokens, _, out = ask(store, ids(200, each % 6))
+                    hits += tokens > 0
+                    store.flush()
+                    assert torch.equal(out.sequences, want[each % 6])
+                assert hits
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [exit_status(child) for child in children] == [0, 0, 0]
+    assert not list(tmp_path.glob("*/.*"))
+
+
+def test_a_clock_that_goes_back(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    for seed in range(3):
+        ask(store, ids(200, seed))
+    store.flush()
+    for path in tmp_path.glob("*/*/tokens"):
+        os.utime(path, (4e9, 4e9))
+    store = make(tmp_path, model, max_bytes=entries.used_bytes(*tmp_path.glob("*")))
+    _tokens, _, out = ask(store, ids(200, 9))
+    store.flush()
+    assert ask(store, ids(200, 9))[0] == 198
+    assert torch.equal(out.sequences, generate(model, ids(200, 9), HybridCache(model, "full")).sequences)
+
+
+def test_the_end_of_the_process_saves(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}
+import torch; torch.set_num_threads(1)
+from tiny import tiny_model
+from test_prefix_store import *
+from pathlib import Path
+store = make(Path({str(tmp_path)!r}), tiny_model("llama"))
+ask(store, ids(200))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    (entry,) = entries.list_entries(tmp_path)
+    assert entry.tokens == 207
+
+
+def test_killed_processes_leave_nothing_wrong(tmp_path: Path) -> None:
+    kills(tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_two_hundred_killed_processes_leave_nothing_wrong(tmp_path: Path) -> None:
+    kills(tmp_path, 200)
+
+
+def kills(folder: Path, count: int) -> None:
+    script = Path(__file__).with_name("store_kills.py")
+    paths = os.pathsep.join((str(script.parent.parent), str(script.parent)))
+    done = subprocess.run(
+        [sys.executable, script, folder, str(count), "0"], env={**os.environ, "PYTHONPATH": paths}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_only_the_owner_may_read(model: PreTrainedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "store"
+    old = os.umask(0)
+    try:
+        store = make(folder, model)
+        _, _, out = ask(store, ids(100))
+        store.flush()
+        ask(store, joined(out.sequences, ids(50)))
+        store.close()
+    finally:
+        os.umask(old)
+    for path in (folder, *folder.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_entries_are_listed_and_removed(model: PreTrainedModel, tmp_path: Path) -> None:
+    class Tokenizer:
+        def decode(self, tokens: list[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    store = make(tmp_path, model, tokenizer=Tokenizer())
+    document = ids(100)
+    for seed in range(2):
+        ask(store, joined(document, ids(30, seed)), 2)
+        store.flush()
+    left = next(tmp_path.glob("*/*/tokens")).parent.with_name(".x.0.saving")
+    left.mkdir()
+    (left / "part").write_bytes(b"123")
+    listed = entries.list_entries(tmp_path)
+    assert sorted(entry.tokens for entry in listed) == [0, 131, 131]
+    assert sum(entry.own for entry in listed if not entry.tokens) == 3
+    assert all(entry.own and entry.shared for entry in listed if entry.tokens)
+    assert all(entry.words.startswith(" ".join(map(str, document[0, :4].tolist()))) for entry in listed if entry.tokens)
+    assert all(entry.about["policy"]["name"] == "full" for entry in listed)
+    with entries.locked(tmp_path, exclusive=True):
+        entries.clean(tmp_path)
+    assert len(entries.list_entries(tmp_path)) == 2
+    for entry in entries.list_entries(tmp_path):
+        entries.remove(entry.path)
+    assert ask(make(tmp_path, model), joined(document, ids(30, 0)))[0] == 0
+    assert hf_offload.PrefixStore is PrefixStore
+    assert saving.FORMAT == 9
