@@ -318,7 +318,7 @@ def rm(
             raise ValueError(f"{folder} has no entry {unknown[0]!r}; `hf-offload store ls` names them")
         if not folder.expanduser().exists():
             return
-        with locked(folder.expanduser(), exclusive=True):
+        with locked(folder.expanduser()):
             clean(folder.expanduser())
             for name in names:
                 remove(found[name])

@@ -311,7 +311,7 @@ class PrefixStore:
         self._closed = False
         self._changed, self._saving = threading.Condition(threading.RLock()), threading.Lock()
         self._thread: threading.Thread | None = None
-        with contextlib.suppress(OSError), entries.locked(self.folder, exclusive=True, wait=False) as alone:
+        with contextlib.suppress(OSError), entries.locked(self.folder, wait=False) as alone:
             if alone:
                 entries.clean(self.folder)
         atexit.register(self.close)
@@ -576,25 +576,21 @@ class PrefixStore:
             more = {entries.TOKENS: entries.token_bytes(entry.ids)}
             if self._tokenizer is not None:
                 more[entries.WORDS] = self._tokenizer.decode(entry.ids[:_WORDS].tolist()).encode()
-            with entries.locked(self.folder, exclusive=False):
-                if entries.read_tokens(path) is None:
+            with entries.locked(self.folder):
+                segments: list[Segment] = []
+                if entries.read_tokens(path) is None:  # else another process has saved it
                     entries.remove(path)
                     segments = cache.save_segments(path, shared, more)
-                else:  # by another process
-                    segments = []
-            with self._changed:
-                entry.path, entry.seconds, entry.base, entry.base_files = path, 0.0, None, _Files()
-                entry.files.segments = segments
-                self._disk[path] = entry.ids
-                in_use = {other.path for other in self._held if other.users and other.path is not None}
-                older = [p for p, ids in self._disk.items() if p.parent == path.parent and p != path]
-                for other in [p for p in older if self._crops and _begins(entry.ids, self._disk[p])]:
-                    entries.remove(other)
-                    del self._disk[other]
-            if entries.used_bytes(*self.folder.iterdir()) > self._max_bytes:
-                gone = entries.evict(self.folder, self._max_bytes, {path, *in_use})
                 with self._changed:
-                    self._forget(gone)
+                    entry.path, entry.seconds, entry.base, entry.base_files = path, 0.0, None, _Files()
+                    entry.files.segments = segments
+                    self._disk[path] = entry.ids
+                    in_use = {other.path for other in self._held if other.users and other.path is not None}
+                    older = [
+                        other for other, ids in self._disk.items()
+                        if self._crops and other.parent == path.parent and other != path and _begins(entry.ids, ids)
+                    ]  # fmt: skip
+                    self._forget(entries.evict(self.folder, self._max_bytes, {path, *in_use}, older))
 
     def flush(self) -> None:
         """Save now all that is to be saved.

@@ -10,7 +10,6 @@ names the cause.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.files.fingerprint import likeness
+from hf_offload.files.saving import checksum_of
 from hf_offload.files.segments import checksum
 from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.features import FEATURES
@@ -151,9 +151,8 @@ def write(
     """Write the files of a cache, with valid checksums; its segment only if one is given."""
     if segment is not None:
         about = with_segment(folder, about, segment_file(segment))
-    data = save(tensors, {"about": about if isinstance(about, str) else json.dumps(about)})
-    (folder / "cache.safetensors").write_bytes(data)
-    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(data).hexdigest()}  cache.safetensors\n")
+    text = about if isinstance(about, str) else json.dumps(about)
+    (folder / "cache.safetensors").write_bytes(save(tensors, {"about": text, "checksum": checksum_of(text, tensors)}))
 
 
 def segment_file(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -315,7 +314,6 @@ def caches(case: str, tier: str, folder: Path, every: int) -> Trial:
         trial(name, altered)
     for what, data in header_forgeries((genuine / "cache.safetensors").read_bytes()):
         (forged / "cache.safetensors").write_bytes(data)
-        (forged / "SHA256SUMS").write_text(f"{hashlib.sha256(data).hexdigest()}  cache.safetensors\n")
         trial(f"cache.safetensors: {what}", lambda: run(forged))
     for what, data in header_forgeries((genuine / first).read_bytes()):
         write(forged, with_segment(forged, about, data), files[1])

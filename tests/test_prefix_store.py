@@ -362,7 +362,7 @@ def test_an_adapter_that_is_switched_off_finds_nothing_of_it(tmp_path: Path) -> 
     assert len(list(tmp_path.glob("*/about.json"))) == 2
 
 
-@pytest.mark.parametrize("kind", ["tokens", "cache.safetensors", "SHA256SUMS", "segment", "tail"])
+@pytest.mark.parametrize("kind", ["tokens", "cache.safetensors", "segment", "tail"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "empty"])
 def test_damaged_entries_are_missed_and_removed(model: PreTrainedModel, tmp_path: Path, kind: str, damage: str) -> None:
     prompt = ids(200)
@@ -483,7 +483,7 @@ def test_a_small_disk_that_fills_up(model: PreTrainedModel, tmp_path: Path) -> N
                 store.flush()
         kept = len(entries.list_entries(tmp_path))
         assert 0 < kept < 6
-        assert not list(tmp_path.glob("*/.*"))
+        assert all(entry.tokens for entry in entries.list_entries(tmp_path))
         found = [ask(make(tmp_path, model, min_seconds=99), ids(300, seed), keep=False)[0] for seed in range(6)]
         assert sorted(found) == [0] * (6 - kept) + [298] * kept
     finally:
@@ -608,7 +608,7 @@ def test_processes_that_evict_each_others_entries(model: PreTrainedModel, tmp_pa
                 os._exit(status)
         children.append(child)
     assert [exit_status(child) for child in children] == [0, 0, 0]
-    assert not list(tmp_path.glob("*/.*"))
+    assert all(entry.tokens for entry in entries.list_entries(tmp_path))
 
 
 def test_a_clock_that_goes_back(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -685,7 +685,7 @@ def test_entries_are_listed_and_removed(model: PreTrainedModel, tmp_path: Path) 
     for seed in range(2):
         ask(store, joined(document, ids(30, seed)), 2)
         store.flush()
-    left = next(tmp_path.glob("*/*/tokens")).parent.with_name(".x.0.saving")
+    left = next(tmp_path.glob("*/*/tokens")).parent.with_name("77")
     left.mkdir()
     (left / "part").write_bytes(b"123")
     listed = entries.list_entries(tmp_path)
@@ -694,7 +694,7 @@ def test_entries_are_listed_and_removed(model: PreTrainedModel, tmp_path: Path) 
     assert all(entry.own and entry.shared for entry in listed if entry.tokens)
     assert all(entry.words.startswith(" ".join(map(str, document[0, :4].tolist()))) for entry in listed if entry.tokens)
     assert all(entry.about["policy"]["name"] == "full" for entry in listed)
-    with entries.locked(tmp_path, exclusive=True):
+    with entries.locked(tmp_path):
         entries.clean(tmp_path)
     assert len(entries.list_entries(tmp_path)) == 2
     for entry in entries.list_entries(tmp_path):

@@ -1,12 +1,12 @@
 """Entries of a prefix store on disk: folders of saved caches, each with the ids of its tokens.
 
-    FOLDER/lock                 held while entries are saved (shared) or removed (exclusive)
+    FOLDER/lock                 held while entries are saved and removed
     FOLDER/NAMESPACE/about.json what the caches of a namespace have in common, for readers
     FOLDER/NAMESPACE/ENTRY/     a saved cache, and:
         tokens                  int32, little-endian; their checksum is the entry's name; its time is the last use
         words                   how the text begins, UTF-8, if that is known
 
-An entry never changes. Folders whose names begin with a dot are what a killed process has left.
+An entry never changes. A folder without `cache.safetensors` is what a killed process has left.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+
+from hf_offload.files.saving import CACHE
 
 try:
     import fcntl
@@ -79,7 +80,7 @@ def token_bytes(ids: np.ndarray) -> bytes:
 
 def entries_in(namespace: Path) -> Iterator[Path]:
     """The folders of entries; none if the folder cannot be read."""
-    yield from (path for path in _inside(namespace) if path.name[0] != "." and (path / TOKENS).exists())
+    yield from (path for path in _inside(namespace) if (path / CACHE).exists())
 
 
 def _inside(*folders: Path) -> list[Path]:
@@ -112,35 +113,28 @@ def touch(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, exclusive: bool, wait: bool = True) -> Iterator[bool]:
+def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the folder's lock, which ends with the process; give whether it is held."""
     with open(folder / LOCK, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        held = _lock(file, exclusive=exclusive, wait=wait)
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            held = True
+        except BlockingIOError:
+            held = False
         yield held  # closing the file lets go
 
 
-def _lock(file: BinaryIO, *, exclusive: bool, wait: bool) -> bool:
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
-
-
 def remove(path: Path) -> None:
-    """Remove an entry: first its name, in one step; caches that were loaded from it keep their mapped files."""
-    gone = path.with_name(f".{path.name}.{secrets.token_hex(8)}.removed")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(gone)
-        shutil.rmtree(gone)
+    """Remove an entry, which ends with its `cache.safetensors`; loaded caches keep their mapped files."""
+    (path / CACHE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes have left, and entries without tokens; nobody may be saving."""
+    """Remove what killed processes have left; the lock is held."""
     for path in _inside(*_inside(folder)):
-        if path.is_dir() and (path.name[0] == "." or not (path / TOKENS).exists()):
+        if path.is_dir() and not (path / CACHE).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -157,7 +151,7 @@ def list_entries(folder: Path) -> list[Listed]:
         used, tokens = 0.0, 0
         with contextlib.suppress(OSError):
             stat = (path / TOKENS).stat()
-            used, tokens = stat.st_mtime, 0 if path.name[0] == "." else stat.st_size // 4
+            used, tokens = stat.st_mtime, stat.st_size // 4 if (path / CACHE).exists() else 0
         found.append(
             Listed(path, own, sum(inodes.values()) - own, tokens, used, _text(path / WORDS), _about(path.parent))
         )
@@ -187,26 +181,24 @@ def used_bytes(*namespaces: Path) -> int:
     return sum(sizes.values())
 
 
-def evict(folder: Path, most: int, keep: Collection[Path]) -> list[Path]:
-    """Remove what killed processes have left and, while entries exceed `most` bytes, those least recently used.
-
-    It waits until no process is saving.
+def evict(folder: Path, most: int, keep: Collection[Path], drop: Collection[Path] = ()) -> list[Path]:
+    """Remove entries and, while the others exceed `most` bytes, those least recently used; the lock is held.
 
     Args:
         folder: the store's folder.
         most: bytes.
-        keep: entries that stay.
+        keep: entries that stay; drop: entries that are removed first.
 
     Returns:
         What was removed.
     """
-    removed = []
-    with locked(folder, exclusive=True):
-        clean(folder)
-        for entry in list_entries(folder):
-            if used_bytes(*_inside(folder)) <= most:
-                break
-            if entry.path not in keep:
-                remove(entry.path)
-                removed.append(entry.path)
+    removed = list(drop)
+    for path in drop:
+        remove(path)
+    for entry in list_entries(folder) if used_bytes(*_inside(folder)) > most else ():
+        if entry.path not in keep:
+            remove(entry.path)
+            removed.append(entry.path)
+        if used_bytes(*_inside(folder)) <= most:
+            break
     return removed

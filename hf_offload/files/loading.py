@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import stat
 from collections.abc import Container, Iterator, Sequence
@@ -33,13 +32,12 @@ from hf_offload.files.saved_fields import (
     segment_fields,
     sizes_of,
 )
-from hf_offload.files.saving import CACHE, FORMAT, SUMS, left_behind
+from hf_offload.files.saving import CACHE, FORMAT, checksum_of
 from hf_offload.files.segments import KINDS, Blocks, Segment, checksum, map_segment
 from hf_offload.knobs import MOST, Moved, shown
 from hf_offload.scores import Scores
 
 _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
-_SUMS_BYTES = 1024  # larger than any valid file
 _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 """The exceptions that reading a damaged or forged file may raise."""
 RUNNING = {
@@ -69,17 +67,18 @@ class SavedCache:
             self._open()
 
     def _open(self) -> None:
-        with self._file(SUMS) as file:
-            sums = file.read(_SUMS_BYTES)
         with self._file(CACHE) as file:
             data = file.read()
-        if f"{hashlib.sha256(data).hexdigest()}  {CACHE}\n".encode() not in sums.splitlines(keepends=True):
-            raise self._altered(CACHE)
         with self.sound():
             self._tensors = load(data)
             length = int.from_bytes(data[:8], "little")
-            self.about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
+            told = json.loads(data[8 : 8 + length])["__metadata__"]
+            if "checksum" in told and told["checksum"] != checksum_of(told["about"], self._tensors):
+                raise self._altered(CACHE)
+            self.about: dict[str, Any] = json.loads(told["about"])
             saved_format = self.about["format"]
+            if saved_format == FORMAT and "checksum" not in told:
+                raise self._altered(CACHE)
         if saved_format != FORMAT:
             raise ValueError(
                 f"{self.folder} was saved in format {shown(saved_format)}, this version reads format {FORMAT}; run the "
@@ -98,6 +97,8 @@ class SavedCache:
         """Turn any error over a file's contents into a ValueError that names the file and the remedy."""
         try:
             yield
+        except DamagedError:
+            raise
         except Moved as error:
             raise ValueError(f"{self.folder}: {error}") from error
         except (*_UNSOUND, SafetensorError) as error:
@@ -118,9 +119,7 @@ class SavedCache:
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise  # `memory_for` says what it was for
-            old = left_behind(self.folder)
-            hint = "" if old is None else f"; a save was killed when it replaced {old}: load that, or rename it"
-            raise DamagedError(f"{self.folder} is no saved cache, or not all of one: {error}{hint}") from error
+            raise DamagedError(f"{self.folder} is no saved cache, or not all of one: {error}") from error
 
     def _altered(self, name: str) -> ValueError:
         return DamagedError(

@@ -3,30 +3,26 @@
     segment-….safetensors   full blocks and their digests (`segments.py`); other saved caches may share the file
     tail-….safetensors      blocks that may still change
     cache.safetensors       tables, padding, resident sets, policy states; and in its metadata, under "about", a JSON
-                            text: names of the segments, policy, knobs, sizes, the model's fingerprint;
-                            `saved_fields.py` has the bounds of each
-    SHA256SUMS              of cache.safetensors
+                            text: names of the segments, policy, knobs, sizes, the model's fingerprint
+                            (`saved_fields.py` has the bounds of each); under "checksum", that of all this
 
-The folder is written as `.NAME.….saving` beside its final place, synced, and exchanged in one step with an earlier
-saved cache, which is then removed. A killed process or a power cut leaves one of the two, whole, under the name. Where
-the system cannot exchange folders the earlier one is renamed to `.NAME.….before` first; `load` says so if that is all
-that is left.
+Segments are named by their checksum and never change. The last step of a save gives `cache.safetensors` its name, in
+place of an earlier one: a killed process or a power cut leaves one of the two saved caches, whole. The files of the
+other one are removed then, or by the next save.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
 import secrets
-import shutil
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +39,9 @@ from hf_offload.files.segments import NAME, Segment, sync, write_segments
 
 FORMAT = 9
 """Version of the format; incremented when caches saved before can no longer be read."""
-CACHE, SUMS = "cache.safetensors", "SHA256SUMS"
-OLD_NAMES = {"blocks.safetensors", "digests.safetensors"}
-"""Further files of caches in formats before 9."""
-_BEFORE = ".before"
-_HERE, _SWAP = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+CACHE = "cache.safetensors"
+_UNFINISHED = re.compile(r"\w+-[0-9a-f]{16}\.new")
+_OLD = {"blocks.safetensors", "digests.safetensors", "SHA256SUMS"}  # of formats before 9
 
 
 def save_cache(
@@ -95,27 +89,35 @@ def save_cache(
         circular = True
     if circular:
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
-    made = folder.parent / f"{_beside(folder)}.{secrets.token_hex(8)}.saving"
     try:
-        if folder.exists() and not _replaceable(folder, {*OLD_NAMES, *(more or ())}):
+        there = folder.exists()
+        before = set(os.listdir(folder)) if folder.is_dir() else set()
+        if there and not _replaceable(folder, before - {*(more or ())}):
             raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
         new = [above for above in folder.parents if not above.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         for above in new:
             _sync_folder(above.parent)
-        made.mkdir(mode=0o777 if more is None else 0o700)
-        segments = _write(made, layers, padding, about, parent)
-        for name, data in (more or {}).items():
-            _write_file(made / name, data)
-        for path in made.iterdir() if more is not None else ():
-            path.chmod(0o600)
-        _sync_folder(made)
-        _clean_up(folder, _replace(folder, made))
-        return [replace(segment, path=folder / segment.path.name) for segment in segments]
+        folder.mkdir(mode=0o777 if more is None else 0o700, exist_ok=True)
+        try:
+            segments = _write(folder, layers, padding, about, parent, more)
+        except BaseException:
+            with suppress(OSError):
+                for name in {*os.listdir(folder)} - before:
+                    (folder / name).unlink()
+                if not there:
+                    folder.rmdir()
+            raise
+        _sync_folder(folder)
+        _sync_folder(folder.parent)
     except OSError as error:
         raise _named(error, folder) from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)  # of a save that failed; or the cache before, of one interrupted
+    for name in before - {CACHE, *(more or ()), *(segment.path.name for segment in segments)}:
+        try:
+            (folder / name).unlink()  # caches that were loaded from it keep their mapped file
+        except OSError as error:
+            warnings.warn(f"the cache is saved, but {folder / name} is of no use and stays ({error})", stacklevel=2)
+    return segments
 
 
 def _named(error: OSError, folder: Path) -> OSError:
@@ -127,74 +129,6 @@ def _named(error: OSError, folder: Path) -> OSError:
         f"the cache was not saved ({error.strerror or error}); {remedy}; what was there before is unchanged",
         str(folder),
     )
-
-
-def _clean_up(folder: Path, old: Path | None) -> None:
-    """After a save: sync the folder above, and remove the cache from before; what fails is a warning."""
-    try:
-        _sync_folder(folder.parent)
-    except OSError as error:
-        warnings.warn(f"the cache is saved, but the system does not say that it is on the disk ({error})", stacklevel=3)
-    try:
-        if old is not None:
-            shutil.rmtree(old)  # caches that were loaded from it keep their mapped file
-    except OSError as error:
-        warnings.warn(
-            f"the cache is saved, but {old}, which holds the one before it, cannot be removed ({error}); remove it",
-            stacklevel=3,
-        )
-
-
-def _beside(folder: Path) -> str:
-    """How names begin of what a save puts beside a folder; a name has at most 255 bytes."""
-    return "." + os.fsdecode(os.fsencode(folder.name)[:200])
-
-
-def left_behind(folder: Path) -> Path | None:
-    """The saved cache from before a save that was killed between its two renames, if the folder is gone; else None."""
-    try:
-        folder = folder.resolve()
-        names = [] if folder.exists() else sorted(os.listdir(folder.parent))
-    except OSError:
-        return None
-    ours = re.compile(re.escape(_beside(folder)) + rf"\.[0-9a-f]{{16}}{re.escape(_BEFORE)}")
-    found = [name for name in names if ours.fullmatch(name)]
-    return folder.parent / found[-1] if found else None
-
-
-def _replace(folder: Path, made: Path) -> Path | None:
-    """Give a folder's name to another one; return what had it before, under another name, or None."""
-    if not folder.exists():
-        made.rename(folder)
-        return None
-    if _exchange(made, folder):
-        return made
-    old = made.with_suffix(_BEFORE)
-    try:
-        folder.rename(old)
-        made.rename(folder)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise
-    return old
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders in one step; False where the system or the file system cannot.
-
-    Raises:
-        OSError: it can, but not these.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
-    if rename is None:
-        return False
-    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _SWAP) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
 
 
 def _sync_folder(folder: Path) -> None:
@@ -215,8 +149,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write(
-    folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any], parent: Sequence[Segment]
-) -> list[Segment]:
+    folder: Path, layers: list[Any], padding: Padding, about: dict[str, Any], parent: Sequence[Segment],
+    more: Mapping[str, bytes] | None,
+) -> list[Segment]:  # fmt: skip
     tensors: dict[str, torch.Tensor] = {}
     stores: dict[int, BlockStore] = {}
     for index, layer in enumerate(layers):
@@ -243,19 +178,33 @@ def _write(
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
     names = [segment.path.name for segment in segments]
     about = {**about, "format": FORMAT, "segments": names, "layers": described, "dense": padding.dense}
-    data = save(tensors, {"about": json.dumps(about)})
-    _write_file(folder / CACHE, data)
-    _write_file(folder / SUMS, f"{hashlib.sha256(data).hexdigest()}  {CACHE}\n".encode())
+    text = json.dumps(about)
+    for name, data in (more or {}).items():
+        _write_file(folder / name, data)
+    unfinished = folder / f"cache-{secrets.token_hex(8)}.new"
+    _write_file(unfinished, save(tensors, {"about": text, "checksum": checksum_of(text, tensors)}))
+    for path in folder.iterdir() if more is not None else ():
+        path.chmod(0o600)
+    _sync_folder(folder)
+    unfinished.replace(folder / CACHE)
     return segments
 
 
-def _replaceable(folder: Path, more: set[str]) -> bool:
-    """Whether a folder is empty or holds a saved cache and at most these further files, and is not the current one."""
+def checksum_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The checksum of what `cache.safetensors` holds."""
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _replaceable(folder: Path, names: set[str]) -> bool:
+    """Whether a folder with these files is empty or of a saved cache, and is not the current one."""
     if not folder.is_dir() or folder.samefile(os.curdir):
         return False
-    found = {file.name for file in folder.iterdir()}
-    others = {name for name in found - {CACHE, SUMS} if not NAME.fullmatch(name)}
-    return not found or (SUMS in found and others <= more)
+    ours = {name for name in names if NAME.fullmatch(name) or _UNFINISHED.fullmatch(name)}
+    return names <= {CACHE, *ours, *(_OLD if CACHE in names else ())}
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -135,6 +136,8 @@ def _link(path: Path, folder: Path) -> Path | None:
         try:
             os.link(source, made)
             return made
+        except FileExistsError:
+            return made
         except FileNotFoundError:
             continue
         except OSError:
@@ -146,11 +149,11 @@ def _link(path: Path, folder: Path) -> Path | None:
 
 
 def _write(folder: Path, kind: str, stores: Mapping[int, BlockStore], blocks: Blocks) -> Path:
-    unnamed = folder / kind
+    unnamed = folder / f"{kind}-{secrets.token_hex(8)}.new"
     with unnamed.open("wb") as file:
         _write_file(file, stores, blocks)
         sync(file)
-    return unnamed.rename(folder / f"{kind}-{_checksum_of(unnamed)}.safetensors")
+    return unnamed.replace(folder / f"{kind}-{_checksum_of(unnamed)}.safetensors")
 
 
 def _checksum_of(path: Path) -> str:
