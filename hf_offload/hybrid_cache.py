@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from hf_offload.blocks.digests import DIGESTS
 from hf_offload.blocks.padding import Padding
 from hf_offload.blocks.row_index import row_numbers
 from hf_offload.cache.checks import Checks
-from hf_offload.cache.conversion import device_of, fork_layers, give_back, take_over
+from hf_offload.cache.conversion import fork_layers, give_back, take_over
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import make_budget, resident_tokens
 from hf_offload.cache.progress import PromptProgress
@@ -42,7 +41,7 @@ from hf_offload.graph.graph_support import obstacle, tell_eager
 from hf_offload.knobs import MOST, check_choice, check_flag, shown
 from hf_offload.model.announced_drafts import check_drafts, watch
 from hf_offload.model.fallback import Fallback
-from hf_offload.model.hooks import attach, cache_argument, find_layers, hybrid_layers
+from hf_offload.model.hooks import attach, find_layers, hybrid_layers
 from hf_offload.model.model_support import (
     check_held,
     check_model,
@@ -613,15 +612,6 @@ class HybridCache(Cache):
         with self.alone():
             return save_cache(folder, self.layers, self.settings.padding, about, parent=parent, more=more)
 
-    def _one_token(self, model: PreTrainedModel) -> list[Any]:
-        """The layers of a cache that holds one token: the model alone says what Transformers' own ones hold."""
-        cache = type(self)(model, "full")
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # of layers that fit no block
-            token = torch.zeros(1, 1, dtype=torch.long, device=device_of(self._attachment.stack))
-            model(token, **cache_argument(model, cache))
-        return list(cache.layers)
-
     @classmethod
     @torch.inference_mode(False)
     def load(cls, folder: str | os.PathLike[str], model: PreTrainedModel, *, verify: bool = True, **knobs: Any) -> Self:
@@ -664,9 +654,8 @@ class HybridCache(Cache):
         policy = policy.for_memories(two_memories=has_two_memories(model, merged["tier"]))
         made = cls(model, policy, **merged)
         place = not knobs.keys() & {"resident", "device_budget"}
-        examples = made._one_token(model) if any("stock" in told for told in saved.about["layers"]) else ()
         segments = saved.restore(
-            made.layers, stock_layers(config), made._attachment.layers, examples, image_layers(config), place=place,
+            made.layers, stock_layers(config), made._attachment.layers, image_layers(config), place=place,
             verify=verify,
         )  # fmt: skip
         made.fallback.taken_over()

@@ -6,7 +6,7 @@
         tokens                  int32, little-endian; their checksum is the entry's name; its time is the last use
         words                   how the text begins, UTF-8, if that is known
 
-An entry never changes. A folder without `cache.safetensors` is what a killed process has left.
+An entry never changes. A folder without cache.safetensors is what a killed process has left.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def remove(path: Path) -> None:
-    """Remove an entry, which ends with its `cache.safetensors`; loaded caches keep their mapped files."""
+    """Remove an entry, which ends with its cache.safetensors; loaded caches keep their mapped files."""
     (path / CACHE).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 

@@ -22,7 +22,7 @@ from hf_offload.blocks.last_queries import LastQueries
 from hf_offload.blocks.memory import host_empty, memory_for
 from hf_offload.cache.conversion import device_of
 from hf_offload.cache.layer import HybridLayer, open_layer
-from hf_offload.cache.stock_layers import check, first_token, unpack
+from hf_offload.cache.stock_layers import check, unpack
 from hf_offload.fields import Field, check_tensors
 from hf_offload.files.saved_fields import (
     check_about,
@@ -132,7 +132,6 @@ class SavedCache:
         layers: list[Any],
         stock: list[Any],
         modules: Sequence[nn.Module],
-        examples: Sequence[Any],
         images: Container[int],
         *,
         place: bool,
@@ -144,7 +143,6 @@ class SavedCache:
             layers: the cache's layers; those that were saved as stock layers are replaced.
             stock: Transformers' own layers in their place, empty.
             modules: the model's decoder layers.
-            examples: layers of a cache of one token, if any layer was saved as a stock layer.
             images: indices of the layers that hold an image's tokens.
             place: whether to restore the resident sets.
             verify: whether to compare the segments with their checksums.
@@ -160,8 +158,11 @@ class SavedCache:
             raise ValueError(f"{self.folder} has {len(self.about['layers'])} layers, this model has {len(layers)}")
         with memory_for(*_MEMORY):
             mapped = [self._map(name, verify=verify) for name in self.about["segments"]]
+        for layer in (layer for layer in layers if isinstance(layer, HybridLayer)):
+            layer.settings.padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
+            break  # all layers have the same
         blocks: list[Blocks] = [{} for _ in mapped]
-        sealed, first = True, True
+        sealed = True
         for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
             device, prefix = device_of(modules[index]), f"layers.{index}."
             tensors = _of_layer(self._tensors, prefix)
@@ -174,13 +175,9 @@ class SavedCache:
                 with self.sound():
                     found = layers[index] = unpack(stock[index], told["state"], tensors, device)
                     (rows, tokens), image = self._tensors["padding"].shape, index in images
-                    like = first_token(found) if image and found.is_initialized else examples[index]
-                    check(prefix[:-1], found, (stock[index], like), rows, None if image else tokens or None)
+                    check(prefix[:-1], found, stock[index], rows, None if image else tokens or None)
             elif told:
                 settings, parts = layer.settings, [_of_layer(each, prefix) for each in mapped]
-                if first:
-                    settings.padding.copy_from(self._tensors["padding"].numpy(), dense=self.about["dense"])
-                    first = False
                 for name, part in zip(self.about["segments"], parts, strict=True):
                     with self.sound(name):
                         check_tensors(prefix, part, segment_fields(told, part, settings))
@@ -198,6 +195,9 @@ class SavedCache:
                 sealed = sealed and not layer.store.awaits_digests
                 for mine, stop, count in zip(blocks, np.cumsum(counts), counts, strict=True):
                     mine[index] = np.arange(stop - count, stop, dtype=np.int32)
+            elif any(_of_layer(each, prefix) for each in mapped):
+                with self.sound():
+                    raise ValueError(f"{prefix}blocks belong to no tokens")
         names = zip(self.about["segments"], blocks, strict=True)
         return [Segment(self.folder / name, mine, sealed) for name, mine in names]
 

@@ -6,7 +6,7 @@
                             text: names of the segments, policy, knobs, sizes, the model's fingerprint
                             (`saved_fields.py` has the bounds of each); under "checksum", that of all this
 
-Segments are named by their checksum and never change. The last step of a save gives `cache.safetensors` its name, in
+Segments are named by their checksum and never change. The last step of a save gives cache.safetensors its name, in
 place of an earlier one: a killed process or a power cut leaves one of the two saved caches, whole. The files of the
 other one are removed then, or by the next save.
 """
@@ -191,7 +191,7 @@ def _write(
 
 
 def checksum_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The checksum of what `cache.safetensors` holds."""
+    """The checksum of what cache.safetensors holds."""
     digest = hashlib.sha256(about.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

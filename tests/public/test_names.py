@@ -25,8 +25,8 @@ from hf_offload import HybridCache, Policy, Window, register_policy
 ROOT = Path(__file__).parent.parent.parent
 NAMES = {
     "ConstantPredictor", "Field", "FixedHybrid", "Fluxion", "Full", "H2O", "HGCA", "HybridCache", "InfiniGen",
-    "LayerState", "LinearHandle", "Partial", "Plan", "Policy", "Quest", "Requirements", "Scout", "Stats", "Window",
-    "WorkerError", "__version__", "demo_text", "disable", "enable", "enabled", "fast_linear", "hide_number",
+    "LayerState", "LinearHandle", "Partial", "Plan", "Policy", "PrefixStore", "Quest", "Requirements", "Scout", "Stats",
+    "Window", "WorkerError", "__version__", "demo_text", "disable", "enable", "enabled", "fast_linear", "hide_number",
     "load_demo_model", "register_policy",
 }  # fmt: skip
 MODULES = {"hf_offload.lm_eval"}
