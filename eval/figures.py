@@ -578,7 +578,7 @@ def cosines() -> str:
 def save_table() -> str:
     columns = {"prefill, s": "prefill_s", "save, s": "save_s", "load, s": "load_s"}
     return listing(
-        rows("save_load"),
+        [one for one in rows("save_load") if one["tokens"] == "8192"],
         {"row": "row"}
         | {title: cell(column) for title, column in columns.items()}
         | {"prefill / (save + load)": lambda one: times(float(one["speedup"]))}
@@ -586,8 +586,12 @@ def save_table() -> str:
     )
 
 
+def turn_seconds(source: str) -> str:
+    return f"{number(row('save_load', row='scout-1024', tokens='32768')[f'turn_{source}_s'])} s"
+
+
 def saved_mib(name: str) -> str:
-    return f"{float(row('save_load', row=name)['disk_bytes']) / 2**20:.0f} MiB"
+    return f"{float(row('save_load', row=name, tokens='8192')['disk_bytes']) / 2**20:.0f} MiB"
 
 
 def steady_table() -> str:
@@ -847,11 +851,16 @@ FIGURES: dict[str, Callable[[], str]] = {
         with_error(row("perplexity", row="hgca-0.25-1", kind=kind)) for kind in ("code", "prose")
     ),
     "tuned": tuned,
-    "saved-prefill": lambda: f"{number(row('save_load', row='scout-1024')['prefill_s'])} s",
-    "saved-load": lambda: f"{number(row('save_load', row='scout-1024')['load_s'])} s",
+    "saved-prefill": lambda: f"{number(row('save_load', row='scout-1024', tokens='8192')['prefill_s'])} s",
+    "saved-load": lambda: f"{number(row('save_load', row='scout-1024', tokens='8192')['load_s'])} s",
+    "store-tokens": lambda: f"{int(row('save_load', row='scout-1024', tokens='32768')['tokens']):,}",
+    "store-none": partial(turn_seconds, "none"),
+    "store-ram": partial(turn_seconds, "ram"),
+    "store-disk": partial(turn_seconds, "disk"),
+    "store-cold": partial(turn_seconds, "cold_disk"),
     "saved-bytes": partial(saved_mib, "scout-1024"),
     "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
-    "forked-bytes": lambda: f"{float(row('save_load', row='scout-1024')['fork_bytes']):.2f}×",
+    "forked-bytes": lambda: f"{float(row('save_load', row='scout-1024', tokens='8192')['fork_bytes']):.2f}×",
     # docs/concepts.md and docs/papers.md
     "papers-cosine": lambda: number(mean(rows("cpu_ratio_layers", row="recall-1.5"), "query_cosine")),
     "papers-cosine-range": cosines,

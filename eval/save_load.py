@@ -1,16 +1,21 @@
 """What do saving, loading and forking a prompt's cache cost, beside the prefill that they spare?
 
-    python eval/save_load.py
+    python eval/save_load.py --tokens 8k,32k
     python eval/save_load.py --rows scout-1024,scout-1024-int8 --kind code --tokens 4k
 
 A row's prompt is taken in, in chunks, and its cache saved. Before each load, with checksums compared and without, the
 system is asked to drop the file from its memory. What is loaded goes on greedily beside a fork of the cache that was
 saved: whether the continuations are the same bit by bit. Then three more forks take in a question each and answer; the
 blocks of all four caches are counted, shared ones once.
+
+Last, a chat: a `PrefixStore` reads text and question and answers, and the seconds to the first token of a second turn
+are measured: from memory, from disk with the files in the system's page cache and without, and with no store.
 """
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import tempfile
 from pathlib import Path
@@ -50,6 +55,51 @@ def forget_file(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def turns(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: common.Row, ids: torch.Tensor, repeats: int
+) -> dict[str, float]:
+    """Seconds to the first token of a second turn, by where the first one is found, and bytes of the store."""
+
+    def tokens(text: str) -> torch.Tensor:
+        return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
+
+    def made(min_seconds: float) -> hf_offload.PrefixStore:
+        return hf_offload.PrefixStore(folder, model, row.policy, min_seconds=min_seconds, **row.options)
+
+    def ask(store: hf_offload.PrefixStore, prompt: torch.Tensor, source: str | None) -> float:
+        with common.clock() as seconds, store.open(prompt) as found:
+            assert found.source == source
+            if source is None:
+                found.read(chunk=2048)
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), **{name: found.cache}, max_new_tokens=1, pad_token_id=0
+            )
+        return seconds[0]
+
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    seconds: dict[str, list[float]] = {"turn_none_s": [], "turn_ram_s": [], "turn_disk_s": [], "turn_cold_disk_s": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        first = torch.cat([ids, tokens(QUESTIONS[0])], 1)
+        seconds["turn_none_s"].append(ask(store := made(0), first, None))
+        store.close()
+        for turn in range(repeats):
+            for kind in ("turn_disk_s", "turn_cold_disk_s"):
+                if kind == "turn_cold_disk_s":
+                    gc.collect()  # mapped files cannot be forgotten
+                    for path in folder.glob("*/*/*"):
+                        forget_file(path)
+                store = made(1e9)  # saves nothing more
+                seconds[kind].append(ask(store, torch.cat([first, tokens(f"{QUESTIONS[1]} {kind} {turn}")], 1), "disk"))
+                if kind == "turn_disk_s":
+                    again = torch.cat([first, tokens(f"{QUESTIONS[2]} {turn}")], 1)
+                    seconds["turn_ram_s"].append(ask(store, again, "ram"))
+                store.close()
+                del store
+        size = sum({path.stat().st_ino: path.stat().st_size for path in folder.glob("*/*/*")}.values())
+    return {kind: float(np.median(values)) for kind, values in seconds.items()} | {"store_bytes": size}
+
+
 def fork_bytes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, steps: int) -> float:
     """Fork a cache for every question and answer it: bytes held by all against one."""
     one, forks = used_bytes([cache]), []
@@ -77,7 +127,8 @@ def measure(
             with common.clock(seconds["save_s"]):
                 cache.save(folder)
             for name, verify in (("unverified_load_s", False), ("load_s", True)):
-                forget_file(folder / "blocks.safetensors")
+                for path in folder.iterdir():
+                    forget_file(path)
                 with common.clock(seconds[name]):
                     loaded = hf_offload.HybridCache.load(folder, model, verify=verify)
                 got, cold = go_on(model, loaded, token, steps)
@@ -90,11 +141,12 @@ def measure(
         "speedup": found["prefill_s"] / (found["save_s"] + found["load_s"]), "identical": same, "disk_bytes": size,
         "first_step_ms": 1000 * cold[0], "fork_first_step_ms": 1000 * warm[0],
         "step_ms": 1000 * float(np.median(cold[1:])), "fork_bytes": fork_bytes(model, tokenizer, cache, steps),
+        **turns(model, tokenizer, row, ids, repeats),
     }  # fmt: skip
 
 
 def main(
-    tokens: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "8k",
+    tokens: Annotated[str, typer.Option(help="Tokens of the prompts; k is 1,024.")] = "8k",
     rows: common.RowsOption = ["scout-1024,scout-1024-int8,full"],  # noqa: B006
     kind: common.KindOption = "documentation",
     steps: Annotated[int, typer.Option(min=2, help="Greedy steps of each continuation and answer.")] = 32,
@@ -104,13 +156,27 @@ def main(
     setting: common.TextSetting,
 ) -> None:
     """Measure saving, loading and forking."""
-    chosen, (text,), (length,) = common.rows_of(rows, tier), common.kinds_of(kind), common.numbers(tokens)
+    chosen, (text,), lengths = common.rows_of(rows, tier), common.kinds_of(kind), common.numbers(tokens)
     model, tokenizer = setting.load()
-    ids = setting.window(tokenizer, text, 0, length).to(model.device)
+    records = []
     with torch.inference_mode():
-        records = [measure(model, tokenizer, row, ids, steps, repeats) for row in tqdm(chosen, disable=None)]
+        for length in lengths:
+            ids = setting.window(tokenizer, text, 0, length).to(model.device)
+            records += [measure(model, tokenizer, row, ids, steps, repeats) for row in tqdm(chosen, disable=None)]
     setting.write([record | {"kind": text, "tier": tier, "steps": steps} for record in records])
-    columns = ("row", "prefill_s", "save_s", "load_s", "speedup", "unverified_load_s", "identical", "fork_bytes")
+    columns = (
+        "row",
+        "tokens",
+        "prefill_s",
+        "save_s",
+        "load_s",
+        "speedup",
+        "unverified_load_s",
+        "identical",
+        "fork_bytes",
+    )
+    kept = ("row", "tokens", "turn_none_s", "turn_ram_s", "turn_disk_s", "turn_cold_disk_s")
+    common.show("seconds to the first token of a second turn, by where the first one is", records, kept)
     common.show("bytes held by a cache and three forks, against those of the cache", records, columns)
 
 

@@ -26,7 +26,7 @@ def test_it_runs_and_continuations_are_identical(tmp_path, monkeypatch):
     out = tmp_path / "save_load.csv"
     options = [
         "--tokens",
-        "2500",
+        "2500,1100",
         "--steps",
         "4",
         "--repeats",
@@ -39,8 +39,11 @@ def test_it_runs_and_continuations_are_identical(tmp_path, monkeypatch):
     result = CliRunner().invoke(common.command(save_load.main), options)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(out.open()))
-    assert [row["row"] for row in rows] == ["scout-1024", "scout-1024-int8"]
+    assert [(row["row"], row["tokens"]) for row in rows] == [
+        (name, tokens) for tokens in ("2500", "1100") for name in ("scout-1024", "scout-1024-int8")
+    ]
     for row in rows:
         assert row["identical"] == "True"
         assert float(row["unverified_load_s"]) > 0
         assert 1 < float(row["fork_bytes"]) < 2
+        assert all(float(row[f"turn_{kind}_s"]) > 0 for kind in ("none", "ram", "disk", "cold_disk"))

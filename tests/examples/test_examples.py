@@ -6,6 +6,8 @@ import builtins
 import importlib
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,17 @@ def test_questions_share_a_document_that_is_read_in_the_first_run_only(
     assert max(lengths) < 60
     for output in (first, second):
         assert "7482915" in output
+
+
+@pytest.mark.slow
+def test_a_chat_that_is_killed_goes_on(document: Path) -> None:
+    command = [sys.executable, EXAMPLES / "kept_chat.py", "--file", document, "--question", QUESTION]
+    done = subprocess.run(command, cwd=document.parent, capture_output=True, text=True, check=True)
+    before = re.findall(r"\[([\d,]+) of ([\d,]+) tokens were read before", done.stdout)
+    (first, count), (second, _) = ([int(number.replace(",", "")) for number in pair] for pair in before)
+    assert (first, second) == (0, count - 2)
+    assert done.stdout.count("[killed]") == 1
+    assert "7482915" in done.stdout.partition("[killed]")[2]
 
 
 @pytest.mark.slow

@@ -157,7 +157,9 @@ def commands() -> set[tuple[str, str]]:
     found = set()
     for text in PAGES.values():
         joined = text.replace("\\\n", "")
-        for name, rest in re.findall(r"((?:eval|examples)/[a-z]\w+\.py|hf-offload [\w-]+)([^`\n#|]*)", joined):
+        for name, rest in re.findall(
+            r"((?:eval|examples)/[a-z]\w+\.py|hf-offload (?:store )?[\w-]+)([^`\n#|]*)", joined
+        ):
             found |= {(name, option) for option in ("--help", *re.findall(r"(?<= )--[a-z-]+", rest))}
     return found
 
@@ -169,7 +171,9 @@ def test_commands_and_options_exist() -> None:
     group = typer.main.get_command(hf_offload.cli.app)
     for name in {name for name, _ in named}:
         if name.startswith("hf-offload"):
-            made = group.commands[name.partition(" ")[2]]  # type: ignore[attr-defined]
+            made = group
+            for part in name.split()[1:]:
+                made = made.commands[part]  # type: ignore[attr-defined]
         else:
             assert (ROOT / name).exists(), name
             script = pytest.importorskip(Path(name).stem, exc_type=ImportError, reason="needs hf-offload[eval]")
