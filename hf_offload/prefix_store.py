@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.memory import size_text
+from hf_offload.cache.conversion import device_of
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import parse_bytes
 from hf_offload.files import entries
@@ -94,6 +95,10 @@ class _Entry:
     used: int = 0
     users: int = 0
 
+    def continues(self, other: _Entry) -> bool:
+        """Whether it begins with the tokens of another entry of its namespace."""
+        return self.namespace == other.namespace and _begins(self.ids, other.ids)
+
     def shared(self) -> list[Segment]:
         """The segments with blocks of `base`; of their blocks those that it still holds."""
         if self.base is None:
@@ -145,7 +150,7 @@ class Found:
         Raises:
             ValueError: not such a number.
         """
-        most = len(self._ids) - 2
+        most = self._input_ids.shape[1] - 2
         check_count("stop", most if stop is None else stop, least=0)
         check_count("chunk", chunk, least=2)
         model, stop = self._store._model, most if stop is None else min(stop, most)
@@ -207,9 +212,10 @@ class Found:
         return self._seconds + (0.0 if self._entry is None else self._entry.seconds)
 
     def _keep(self, tokens: int, *, at_once: bool = False) -> _Entry | None:
-        """Make an entry of the first tokens, if they are those of one row without padding."""
+        """Make an entry of the first tokens, if they are of one row without padding, and of the model as it was."""
         padding = self.cache.settings.padding
-        if self.cache._row_count() != 1 or not padding.valid[:, : padding.seen].all():
+        plain = self.cache._row_count() == 1 and padding.valid[:, : padding.seen].all()
+        if not plain or self._store._namespace() != self._namespace:
             return None
         self._kept = tokens
         cache = self.cache.fork()
@@ -218,7 +224,11 @@ class Found:
         entry = _Entry(self._namespace, self._ids[:tokens], cache, seconds=self._unsaved)
         entry.base, entry.base_files = self._base, self._base_files
         entry.files.older = entry.shared()
-        self._entry = self._store._insert(entry, instead_of=self._entry, at_once=at_once)
+        with self._store._changed:
+            if self._entry is not None:
+                self._entry.users -= 1
+            self._entry = self._store._insert(entry, at_once=at_once)
+            self._entry.users += 1
         if self._entry is entry:  # else it is of another cache
             self._base, self._base_files = entry.cache, entry.files
         self._seconds = 0.0
@@ -333,7 +343,7 @@ class PrefixStore:
         """
         ids = _ids_of(input_ids)
         self._check(ids)
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        device = getattr(input_ids, "device", None) or device_of(self._empty._attachment.stack)
         with self._changed:
             if self._closed:
                 raise RuntimeError("this PrefixStore is closed; make another one")
@@ -432,7 +442,7 @@ class PrefixStore:
         for path in there - self._disk.keys():
             with contextlib.suppress(OSError):
                 if (ids := entries.read_tokens(path)) is None:
-                    entries.remove(path)
+                    self._discard(path)
                 else:
                     self._disk[path] = ids
 
@@ -450,22 +460,21 @@ class PrefixStore:
             cache, segments = HybridCache.load_segments(path, self._model, **self._running)
         except DamagedError as error:
             if not isinstance(error.__cause__, OSError) or isinstance(error.__cause__, FileNotFoundError):
-                with contextlib.suppress(OSError):
-                    entries.remove(path)
+                self._discard(path)
             return None
         self._disk[path] = ids
         return self._insert(_Entry(path.parent, ids, cache, _Files(segments), path=path))
 
+    def _discard(self, path: Path) -> None:
+        """Remove a damaged entry, unless the folder cannot be written or somebody is saving."""
+        with contextlib.suppress(OSError), entries.locked(self.folder, wait=False) as alone:
+            if alone:
+                entries.remove(path)
+
     # --- entries in memory --------------------------------------------------------------------------------------------
 
-    def _insert(self, entry: _Entry, *, instead_of: _Entry | None = None, at_once: bool = False) -> _Entry:
-        """Add an entry; return it, or the one from which its tokens can be had already.
-
-        Args:
-            entry: the entry.
-            instead_of: the entry that its user has used until now.
-            at_once: whether it is to be saved at once.
-        """
+    def _insert(self, entry: _Entry, *, at_once: bool = False) -> _Entry:
+        """Add an entry, to be saved at once or later; return it, or the one that has its tokens already."""
         with self._changed:
             alike = [other for other in self._held if other.namespace == entry.namespace]
             for other in alike:
@@ -473,12 +482,10 @@ class PrefixStore:
                     entry = other
                     break
             else:
-                before = sorted((each for each in alike if _begins(entry.ids, each.ids)), key=lambda each: each.used)
+                before = sorted((other for other in alike if entry.continues(other)), key=lambda other: other.used)
                 drop = before if self._crops else before[: max(len(before) + 1 - MOST_CHECKPOINTS, 0)]
                 self._held = [*(other for other in self._held if other not in drop), entry]
             self._use(entry)
-            if instead_of is not None:
-                entry.users, instead_of.users = entry.users + 1, instead_of.users - 1
             self._evict(entry)
             if at_once and entry.path is None:
                 self._save_soon(entry)
@@ -529,7 +536,8 @@ class PrefixStore:
         return not done and entry.seconds >= self._min_seconds
 
     def _save_soon(self, entry: _Entry) -> None:
-        self._urgent = [*(other for other in self._urgent if not _begins(entry.ids, other.ids)), entry]
+        later = [other for other in self._urgent if not (self._crops and entry.continues(other))]
+        self._urgent = [*later, entry]
         self._start()
         self._changed.notify_all()
 
@@ -588,8 +596,10 @@ class PrefixStore:
                     in_use = {other.path for other in self._held if other.users and other.path is not None}
                     older = [
                         other for other, ids in self._disk.items()
-                        if self._crops and other.parent == path.parent and other != path and _begins(entry.ids, ids)
+                        if other.parent == path.parent and other != path and _begins(entry.ids, ids)
                     ]  # fmt: skip
+                    if not self._crops:
+                        older = sorted(older, key=entries.last_use)[: max(len(older) + 1 - MOST_CHECKPOINTS, 0)]
                     self._forget(entries.evict(self.folder, self._max_bytes, {path, *in_use}, older))
 
     def flush(self) -> None:

@@ -182,9 +182,10 @@ def test_a_chat_of_a_model_that_cannot_crop_keeps_eight_entries(
         tokens, _, out = ask(store, prompt, 3)
         assert tokens == (0 if turn == 0 else prompt.shape[1] - 5)
         prompt = joined(out.sequences, ids(4, turn))
+        store.flush()
     assert len(store._held) == prefix_store.MOST_CHECKPOINTS
     store.flush()
-    assert len(entries.list_entries(tmp_path)) <= 18
+    assert len(entries.list_entries(tmp_path)) <= prefix_store.MOST_CHECKPOINTS
 
 
 def test_a_prompt_in_chunks_is_saved_by_segments(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -264,6 +265,7 @@ def test_limits_hold_within_one_entry(model: PreTrainedModel, tmp_path: Path) ->
     assert ask(store, joined(ids(300, 8), ids(5)))[0] == 300  # the newest ones stay
     assert ask(store, joined(ids(300, 7), ids(5)))[0] == 300
     assert ask(store, joined(ids(300, 1), ids(5)))[0] == 0
+    assert {entry.users for entry in store._held} == {0}
 
 
 def test_what_is_in_use_is_not_evicted(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -360,6 +362,10 @@ def test_an_adapter_that_is_switched_off_finds_nothing_of_it(tmp_path: Path) -> 
         assert ask(store, prompt)[0] == 98
     assert ask(store, prompt)[0] == 98
     assert len(list(tmp_path.glob("*/about.json"))) == 2
+    other = ids(100, 1)
+    with store.open(other) as found, adapted.disable_adapter():
+        generate(adapted, other, found.cache)  # by another model than that which `open` saw
+    assert ask(store, other)[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["tokens", "cache.safetensors", "segment", "tail"])

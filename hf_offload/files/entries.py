@@ -112,6 +112,13 @@ def touch(path: Path) -> None:
         os.utime(path / TOKENS)
 
 
+def last_use(path: Path) -> float:
+    """The time of an entry's last use, seconds since 1970; 0: it is gone."""
+    with contextlib.suppress(OSError):
+        return (path / TOKENS).stat().st_mtime
+    return 0.0
+
+
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the folder's lock, which ends with the process; give whether it is held."""
@@ -148,13 +155,11 @@ def list_entries(folder: Path) -> list[Listed]:
     found = []
     for path, inodes in files.items():
         own = sum(size for inode, size in inodes.items() if names[inode] == 1)
-        used, tokens = 0.0, 0
+        tokens = 0
         with contextlib.suppress(OSError):
-            stat = (path / TOKENS).stat()
-            used, tokens = stat.st_mtime, stat.st_size // 4 if (path / CACHE).exists() else 0
-        found.append(
-            Listed(path, own, sum(inodes.values()) - own, tokens, used, _text(path / WORDS), _about(path.parent))
-        )
+            tokens = (path / TOKENS).stat().st_size // 4 if (path / CACHE).exists() else 0
+        shared, words = sum(inodes.values()) - own, _text(path / WORDS)
+        found.append(Listed(path, own, shared, tokens, last_use(path), words, _about(path.parent)))
     return sorted(found, key=lambda entry: entry.used)
 
 
