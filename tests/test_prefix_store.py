@@ -18,8 +18,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from accelerate import cpu_offload
 from forks import exit_status
-from test_families import build
 from tiny import DEVICE, tiny_model
 from transformers import PreTrainedModel
 
@@ -29,6 +29,7 @@ from hf_offload.files import entries, saving, segments
 from hf_offload.model.hooks import cache_argument
 
 SIZE = 16
+LINEAR = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 16, "value_head_dim": 16}
 SCOUT: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 16}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
@@ -135,7 +136,7 @@ def test_the_longest_common_prefix_is_found_and_two_tokens_are_left(model: PreTr
         assert torch.equal(out.sequences, generate(model, prompt, HybridCache(model, "full")).sequences)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "linear"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 @pytest.mark.parametrize("again", ["ram", "disk"])
 def test_models_that_cannot_crop_continue_from_whole_entries(
     models: dict[str, PreTrainedModel], tmp_path: Path, family: str, again: str
@@ -366,6 +367,18 @@ def test_an_adapter_that_is_switched_off_finds_nothing_of_it(tmp_path: Path) -> 
     with store.open(other) as found, adapted.disable_adapter():
         generate(adapted, other, found.cache)  # by another model than that which `open` saw
     assert ask(store, other)[0] == 0
+
+
+def test_offloaded_weights_are_those_that_they_were(model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt = ids(100)
+    with make(tmp_path, model) as store:
+        want = ask(store, prompt)[2]
+    for seed, tokens in ((0, 98), (1, 0)):
+        offloaded = cpu_offload(tiny_model("llama", seed=seed), execution_device=torch.device(DEVICE))
+        with make(tmp_path, offloaded) as store:
+            have, _, out = ask(store, prompt)
+        assert have == tokens
+        assert torch.equal(out.sequences, want.sequences) == (seed == 0)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "cache.safetensors", "segment", "tail"])

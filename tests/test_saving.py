@@ -13,7 +13,7 @@ import forging
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_exactness import assert_equal
 from test_families import build
 from test_fork import make
@@ -332,6 +332,21 @@ def test_another_format_is_refused(
     cache.save(tmp_path / "cache")
     with pytest.raises(ValueError, match=f"saved in format {other}, this version reads format {loading.FORMAT}"):
         HybridCache.load(tmp_path / "cache", models["llama"])
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [(8, "saved in format 8, this version reads format 9"), (9, "not what was saved")]
+)
+def test_files_without_a_checksum_are_of_older_formats(
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, version: int, words: str
+) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(saved[0], folder)
+    with safe_open(folder / "cache.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["about"]) | {"format": version}
+    save_file(load_file(folder / "cache.safetensors"), folder / "cache.safetensors", {"about": json.dumps(about)})
+    with pytest.raises(ValueError, match=words):
+        HybridCache.load(folder, models["llama"])
 
 
 def test_knobs_on_which_the_blocks_depend_stay(models: dict[str, PreTrainedModel], saved: Any) -> None:
