@@ -44,11 +44,13 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, PreTrainedModel]:
-    return {
-        "llama": tiny_model("llama"),
-        "gemma3": tiny_model("gemma3"),
-        "linear": build("qwen3_next", "hybrid_sparse"),
-    }
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+    linear = {f"linear_{name}": size for name, size in LINEAR.items()}
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, **linear, layer_types=kinds)
+    torch.manual_seed(0)
+    qwen = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse")
+    return {"llama": tiny_model("llama"), "gemma3": tiny_model("gemma3"), "qwen3_5": spread_weights(qwen)}
 
 
 @pytest.fixture
