@@ -20,8 +20,8 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from forks import exit_status
-from tiny import DEVICE, tiny_model
-from transformers import PreTrainedModel
+from tiny import DEVICE, SIZES, spread_weights, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache, PrefixStore, prefix_store
