@@ -25,7 +25,7 @@ from hf_offload.cache.conversion import device_of
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import parse_bytes
 from hf_offload.files import entries
-from hf_offload.files.fingerprint import fingerprint
+from hf_offload.files.fingerprint import active_adapters, fingerprint
 from hf_offload.files.loading import RUNNING, DamagedError
 from hf_offload.files.saving import FORMAT
 from hf_offload.files.segments import Segment, held_by
@@ -134,6 +134,7 @@ class Found:
                 self._base = self.cache.fork()
             entry.users += 1
         self.cache.after_forward = self._after_forward
+        self._adapters: dict[str, int] | None = active_adapters(self.cache._attachment.stack)
         self._seconds, self._since = 0.0, time.perf_counter()
 
     def read(self, stop: int | None = None, chunk: int = 512) -> None:
@@ -190,6 +191,8 @@ class Found:
     def _after_forward(self) -> None:
         """A forward of the cache has ended: keep what a killed process would have to read again, and the prompt."""
         self._count()
+        if self._adapters != active_adapters(self.cache._attachment.stack):
+            self._adapters = None  # nothing of it is kept
         tokens, drafts = self.cache.get_seq_length(), self.cache.settings.drafts.recording
         if tokens > len(self._ids) or drafts:  # an answer, or tokens that may be dropped again
             self.cache.after_forward = None
@@ -212,10 +215,10 @@ class Found:
         return self._seconds + (0.0 if self._entry is None else self._entry.seconds)
 
     def _keep(self, tokens: int, *, at_once: bool = False) -> _Entry | None:
-        """Make an entry of the first tokens, if they are of one row without padding, and of the model as it was."""
+        """Make an entry of the first tokens, if they are of one row without padding, and of the same adapters."""
         padding = self.cache.settings.padding
         plain = self.cache._row_count() == 1 and padding.valid[:, : padding.seen].all()
-        if not plain or self._store._namespace() != self._namespace:
+        if not plain or self._adapters is None:
             return None
         self._kept = tokens
         cache = self.cache.fork()

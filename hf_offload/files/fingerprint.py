@@ -28,7 +28,7 @@ def fingerprint(config: Any, stack: nn.Module) -> dict[str, Any]:
         config: config of its decoder.
         stack: the module that runs the decoder layers.
     """
-    adapters = _adapters(stack)
+    adapters = active_adapters(stack)
     return {
         "config": _config(config),
         "weights": {name: _sample(weight) for name, weight in _weights(stack)},
@@ -65,7 +65,7 @@ def _offloaded(stack: nn.Module, name: str, weight: torch.Tensor) -> torch.Tenso
     return weight
 
 
-def _adapters(stack: nn.Module) -> dict[str, int]:
+def active_adapters(stack: nn.Module) -> dict[str, int]:
     """What PEFT's adapters add to the modules of a model: the states, each with a checksum of the modules' names."""
     names: dict[str, int] = {}
     for name, module in stack.named_modules():
