@@ -335,7 +335,8 @@ class PrefixStore:
     def open(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Found]:
         """Give a cache that holds as much of a prompt as any entry; at least two tokens are left to read.
 
-        When the block ends, the prompt is kept, as far as it was read, also if it ends by an error.
+        When the block ends, the prompt is kept, as far as it was read, also if it ends by an error. Within the block
+        the model's weights and active adapters stay as they are.
 
         Args:
             input_ids: the ids of the whole prompt, `[1, N]` or `[N]`: one row, no padding.
