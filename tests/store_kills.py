@@ -90,8 +90,8 @@ class Work:
         common = [(wanted[: len(each)] == each[: len(wanted)]).cumprod().sum() for each in have if each is not None]
         return int(max(common, default=0))
 
-    def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random) -> None:
-        """After a kill: a prompt of which so many tokens had been read."""
+    def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random, last: bool) -> None:
+        """After a kill: a prompt of which so many tokens had been read; a long one is answered after the last kill."""
         store = self.store()
         listed = {entry.path for entry in entries.list_entries(self.folder) if entry.tokens}
         assert set(self.folder.glob("*/*")) - set(self.folder.glob("*/about.json")) == listed
@@ -103,7 +103,8 @@ class Work:
                     print(
                         f"prompt {which}: {read} of {ids.shape[1]} tokens were read, {found.tokens} found", flush=True
                     )
-                assert torch.equal(self.answer(ids, found.cache), want[which])
+                if last or self.most < 1 << 30:
+                    assert torch.equal(self.answer(ids, found.cache), want[which])
         store._held.clear()  # what this child has computed stays unsaved
         os._exit(0)
 
@@ -125,7 +126,7 @@ def main(folder: Path, kills: int, seed: int, tokens: int | None) -> None:
         child = os.fork()
         if child == 0:
             try:
-                work.check(number, read, want, order)
+                work.check(number, read, want, order, kill == kills - 1)
             except BaseException:
                 traceback.print_exc()
             finally:
