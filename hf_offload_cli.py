@@ -318,7 +318,9 @@ def rm(
             raise ValueError(f"{folder} has no entry {unknown[0]!r}; `hf-offload store ls` names them")
         if not folder.expanduser().exists():
             return
-        with locked(folder.expanduser()):
+        with locked(folder.expanduser(), patience=30.0) as alone:
+            if not alone:
+                raise OSError(f"another process is saving in {folder}; try again")
             clean(folder.expanduser())
             for name in names:
                 remove(found[name])
@@ -326,9 +328,10 @@ def rm(
 
 
 def _listed(folder: Path) -> list[Listed]:
-    from hf_offload.files.entries import list_entries
+    from hf_offload.files.entries import check_folder, list_entries
 
     with _mistakes():
+        check_folder(folder.expanduser())
         return list_entries(folder.expanduser())
 
 

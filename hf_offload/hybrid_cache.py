@@ -367,7 +367,8 @@ class HybridCache(Cache):
         with self.alone():
             lengths = [layer.past for layer in hybrid_layers(self)] or [self.get_seq_length()]
             tokens = max(tokens, -max(lengths))
-            self.transaction.crop(tokens, max(min(lengths) + tokens, 0))
+            if tokens < 0:
+                self.transaction.crop(tokens, max(min(lengths) + tokens, 0))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search; rows share host blocks by reference.
@@ -563,19 +564,19 @@ class HybridCache(Cache):
         """
         return self._fork(self._model())
 
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """How the cache was made, but for model and policy."""
+        worker, checks = self.settings.worker, self.settings.checks
+        return self._knobs | {
+            "threads": worker.threads, "timeout": worker.timeout, "progress": self.settings.progress is not None,
+            "check_every": None if checks is None else checks.every,
+        }  # fmt: skip
+
     def _fork(self, model: PreTrainedModel | None) -> Self:
         if model is None:
             raise RuntimeError("the model of this cache is gone; keep a reference to it")
-        worker = self.settings.worker
-        made = type(self)(
-            model,
-            self.policy,
-            threads=worker.threads,
-            timeout=worker.timeout,
-            check_every=None if self.settings.checks is None else self.settings.checks.every,
-            progress=self.settings.progress is not None,
-            **self._knobs,
-        )
+        made = type(self)(model, self.policy, **self.knobs)
         with self._forking, self.alone():  # one fork after the other, in whichever threads
             fork_layers(self.layers, made.layers, self.settings.padding, made.settings.padding)
             made.fallback.taken_over()
@@ -585,9 +586,8 @@ class HybridCache(Cache):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the cache into a folder; `load` makes a cache of it that continues as this one would have.
 
-        A saved cache of that name is replaced as a whole, in one step where the system can (Linux). A `save` that is
-        interrupted, killed or cut off by a power failure leaves the old one or the new one, whole. A killed one may
-        also leave a folder `.NAME.….saving` beside it.
+        A saved cache of that name is replaced: the last step is a rename. A `save` that is interrupted, killed or cut
+        off by a power failure leaves the old one or the new one, whole, and maybe files that the next one removes.
 
         Args:
             folder: a folder for this cache alone; created if missing. A symbolic link is followed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import inspect
 import os
 import threading
@@ -40,6 +41,8 @@ IDLE = 5.0
 """Seconds without a prompt or answer after which caches are saved that need not be saved at once."""
 MOST_CHECKPOINTS = 8
 """Entries of one chat, for models whose caches cannot be cropped."""
+_OF_ALL = 1 / 64
+"""A share of an entry on disk for which loading it pays: a token is loaded in a hundredth of the time of reading it."""
 _WORDS = 12  # tokens of the text that are shown
 _MEDIA = ("image", "video", "audio")
 _Key = TypeVar("_Key")
@@ -103,7 +106,11 @@ class _Entry:
         """The segments with blocks of `base`; of their blocks those that it still holds."""
         if self.base is None:
             return []
-        stores = {layer.index: layer.store for layer in hybrid_layers(self.base) if layer.store is not None}
+        pairs = zip(hybrid_layers(self.base), hybrid_layers(self.cache), strict=True)
+        stores = {
+            one.index: one.store for one, other in pairs
+            if one.store is not None and other.store is not None and one.store.pool is other.store.pool
+        }  # fmt: skip
         return held_by(self.base_files.known, stores)
 
 
@@ -135,7 +142,7 @@ class Found:
             entry.users += 1
         self.cache.after_forward = self._after_forward
         self._adapters: dict[str, int] | None = active_adapters(self.cache._attachment.stack)
-        self._seconds, self._since = 0.0, time.perf_counter()
+        self._seconds, self._since, self._ended = 0.0, time.perf_counter(), False
 
     def read(self, stop: int | None = None, chunk: int = 512) -> None:
         """Read the prompt up to its last two tokens, in chunks, and keep it; `generate` then begins with the answer.
@@ -150,8 +157,10 @@ class Found:
 
         Raises:
             ValueError: not such a number.
+            RuntimeError: the block has ended, or the store is closed.
         """
-        most = self._input_ids.shape[1] - 2
+        self._check_open()
+        most = max(self._input_ids.shape[1] - 2, 0)
         check_count("stop", most if stop is None else stop, least=0)
         check_count("chunk", chunk, least=2)
         model, stop = self._store._model, most if stop is None else min(stop, most)
@@ -164,7 +173,7 @@ class Found:
                 model(part, **narrow, **cache_argument(model, self.cache))
                 first += count
         self._count()
-        if first > self._kept:
+        if self._kept < first <= most:
             self._keep(first)
 
     def keep(self, output: Any) -> None:
@@ -175,7 +184,9 @@ class Found:
 
         Raises:
             ValueError: the ids do not begin with those of the prompt.
+            RuntimeError: the block has ended, or the store is closed.
         """
+        self._check_open()
         ids = _ids_of(getattr(output, "sequences", output))
         if not np.array_equal(ids[: len(self._ids)], self._ids):
             raise ValueError("keep() takes prompt and answer, as generate() returns them; these ids begin otherwise")
@@ -187,6 +198,10 @@ class Found:
                 f"the cache holds {tokens} tokens, keep() got {len(ids)}; give all that generate() returned"
             )
         self._keep(tokens)
+
+    def _check_open(self) -> None:
+        if self._ended or self._store._closed:
+            raise RuntimeError("call it before the block of open() ends and the store is closed")
 
     def _after_forward(self) -> None:
         """A forward of the cache has ended: keep what a killed process would have to read again, and the prompt."""
@@ -202,7 +217,7 @@ class Found:
         if ended and (enough or not store._crops):
             self._keep(tokens, at_once=enough)
         elif enough and tokens - self._kept >= store._segment_tokens:
-            store._try_to_save(self._keep(tokens))
+            store._try_to_save(self._keep(tokens), patience=2.0)
             self._count(worked=False)
 
     def _count(self, *, worked: bool = True) -> None:
@@ -218,7 +233,7 @@ class Found:
         """Make an entry of the first tokens, if they are of one row without padding, and of the same adapters."""
         padding = self.cache.settings.padding
         plain = self.cache._row_count() == 1 and padding.valid[:, : padding.seen].all()
-        if not plain or self._adapters is None:
+        if not plain or self._adapters is None or self._store._closed:
             return None
         self._kept = tokens
         cache = self.cache.fork()
@@ -227,7 +242,7 @@ class Found:
         entry = _Entry(self._namespace, self._ids[:tokens], cache, seconds=self._unsaved)
         entry.base, entry.base_files = self._base, self._base_files
         entry.files.older = entry.shared()
-        with self._store._changed:
+        with self._store._lock:
             if self._entry is not None:
                 self._entry.users -= 1
             self._entry = self._store._insert(entry, at_once=at_once)
@@ -239,7 +254,7 @@ class Found:
 
     def _end(self) -> None:
         """Keep the prompt, as far as the cache holds it, unless prompt and answer are kept."""
-        self.cache.after_forward = None
+        self.cache.after_forward, self._ended = None, True
         with contextlib.suppress(RuntimeError):  # a forward that was interrupted, and that layers cannot undo
             self.cache.crop(0)
             have = self.cache.get_seq_length()
@@ -261,9 +276,13 @@ class PrefixStore:
     Entries are compared token by token. A prompt continues from the entry with which it has most tokens in common, or,
     where a model's caches cannot be cropped (sliding windows, linear attention), from the longest one that it begins
     with. What it continues from is what the entry's cache would have continued from: from memory and from disk bit for
-    bit the same. All entries are kept in memory; what took longer than `min_seconds` to compute is saved: after a long
+    bit the same, but for values that `host_dtype="int8"` rounds when they are saved.
+
+    All entries are kept in memory; what took longer than `min_seconds` to compute is saved: after a long
     prompt at once, in a thread; else when nothing has happened for five seconds, on eviction, and in `close`. Entries
     share blocks, in memory and on disk. Several threads and processes may use one folder; one thread uses a `found`.
+
+    `close` frees the memory; a store that is not closed lives as long as its process.
 
     The files hold keys, values and token ids: whoever reads them can read the text. They are readable by their owner
     alone.
@@ -281,7 +300,9 @@ class PrefixStore:
         knobs: further arguments of `HybridCache`.
 
     Raises:
-        ValueError: as `HybridCache`, an amount that is none, or a model that attends images in layers of their own.
+        ValueError: as `HybridCache`, an amount that is none, a folder that holds something else, or a model that
+            attends images in layers of their own or whose keys depend on the prompt's length (rope_type `"dynamic"`
+            or `"longrope"`).
         OSError: the folder cannot be made.
     """
 
@@ -310,9 +331,15 @@ class PrefixStore:
                 f"{type(model).__name__} attends images in layers of their own; token ids do not tell images apart: "
                 "keep a HybridCache for each"
             )
+        if moving := _rope_types(self._empty._config) & {"dynamic", "longrope"}:
+            raise ValueError(
+                f"{type(model).__name__} has rope_type={moving.pop()!r}: keys of a prefix depend on the length of the "
+                "whole prompt; keep a HybridCache for each"
+            )
         self._crops = all(type(layer) in (HybridLayer, DynamicLayer) for layer in self._empty.layers)
-        self._running = {name: value for name, value in knobs.items() if name in RUNNING}
+        self._running = {name: value for name, value in self._empty.knobs.items() if name in RUNNING}
         self.folder = Path(folder).expanduser().absolute()
+        entries.check_folder(self.folder)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._held: list[_Entry] = []
         self._disk: dict[Path, np.ndarray] = {}
@@ -321,10 +348,11 @@ class PrefixStore:
         self._active = time.monotonic()
         self._urgent: list[_Entry] = []
         self._failed: Exception | None = None
-        self._closed = False
-        self._changed, self._saving = threading.Condition(threading.RLock()), threading.Lock()
+        self._closed, self._process = False, os.getpid()
+        self._lock, self._saving = threading.RLock(), threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
-        with contextlib.suppress(OSError), entries.locked(self.folder, wait=False) as alone:
+        with contextlib.suppress(OSError), entries.locked(self.folder) as alone:
             if alone:
                 entries.clean(self.folder)
         atexit.register(self.close)
@@ -343,31 +371,34 @@ class PrefixStore:
 
         Raises:
             ValueError: ids of several rows, of no token, or of images.
-            RuntimeError: the store is closed.
+            RuntimeError: the store is closed, or of the process that this one was forked from.
         """
         ids = _ids_of(input_ids)
         self._check(ids)
         device = getattr(input_ids, "device", None) or device_of(self._empty._attachment.stack)
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("this PrefixStore is closed; make another one")
+        if self._process != os.getpid():
+            raise RuntimeError("this PrefixStore is of the process that this one was forked from; make another one")
+        if self._closed:
+            raise RuntimeError("this PrefixStore is closed; make another one")
+        with self._lock:
             failed, self._failed = self._failed, None
+        if failed is not None:
+            told = f"a cache was not saved, and is kept in memory alone: {failed}"
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
+        with self._lock:
             self._open += 1
             try:
                 found = self._find(ids, torch.from_numpy(ids.astype(np.int64))[None].to(device))
             except BaseException:
                 self._open -= 1
                 raise
-        if failed is not None:
-            told = f"a cache was not saved, and is kept in memory alone: {failed}"
-            warnings.warn(told, RuntimeWarning, stacklevel=3)
         try:
             yield found
         finally:
             try:
                 found._end()
             finally:
-                with self._changed:
+                with self._lock:
                     if found._entry is not None:
                         found._entry.users -= 1
                     self._open, self._active = self._open - 1, time.monotonic()
@@ -391,9 +422,11 @@ class PrefixStore:
         while True:
             self._list(namespace)
             held, tokens = self._longest(
-                {entry: entry.ids for entry in self._held if entry.namespace == namespace}, ids
+                {entry: entry.ids for entry in self._held if entry.namespace == namespace}, ids, of_all=0
             )
-            path, stored = self._longest({p: have for p, have in self._disk.items() if p.parent == namespace}, ids)
+            stored_ids = {path: have for path, have in self._disk.items() if path.parent == namespace}
+            best = self._longest(stored_ids, ids, of_all=_OF_ALL)
+            path, stored = best
             source = "ram"
             if path is not None and stored > tokens:
                 held, tokens, source = self._load(path), stored, "disk"
@@ -404,11 +437,12 @@ class PrefixStore:
             self._use(held)
         return Found(self, namespace, ids, input_ids, held, tokens, source)
 
-    def _longest(self, entries: dict[_Key, np.ndarray], ids: np.ndarray) -> tuple[_Key | None, int]:
-        """The entry from which a prompt may take most tokens, and their number."""
+    def _longest(self, entries: dict[_Key, np.ndarray], ids: np.ndarray, of_all: float) -> tuple[_Key | None, int]:
+        """The entry from which a prompt may take most tokens, at least a block and this share of it; their number."""
         best, most = None, 0
         for key, have in entries.items():
-            if (tokens := self._usable(have, ids)) > most:
+            tokens = self._usable(have, ids)
+            if tokens > most and tokens >= max(self._empty.settings.block_size, of_all * len(have)):
                 best, most = key, tokens
         return best, most
 
@@ -471,7 +505,7 @@ class PrefixStore:
 
     def _discard(self, path: Path) -> None:
         """Remove a damaged entry, unless the folder cannot be written or somebody is saving."""
-        with contextlib.suppress(OSError), entries.locked(self.folder, wait=False) as alone:
+        with contextlib.suppress(OSError), entries.locked(self.folder) as alone:
             if alone:
                 entries.remove(path)
 
@@ -479,7 +513,7 @@ class PrefixStore:
 
     def _insert(self, entry: _Entry, *, at_once: bool = False) -> _Entry:
         """Add an entry, to be saved at once or later; return it, or the one that has its tokens already."""
-        with self._changed:
+        with self._lock:
             alike = [other for other in self._held if other.namespace == entry.namespace]
             for other in alike:
                 if _begins(other.ids, entry.ids) and (self._crops or len(other.ids) == len(entry.ids)):
@@ -517,21 +551,18 @@ class PrefixStore:
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of the entries in memory: blocks, each counted once, policies' states and Transformers' own layers."""
-        pools: dict[int, tuple[HostPool, list[np.ndarray]]] = {}
+        """Bytes of the entries in memory: slabs of blocks, policies' states and Transformers' own layers."""
+        pools: dict[int, HostPool] = {}
         other = 0
-        with self._changed:
+        with self._lock:
             for entry in self._held:
                 for layer in entry.cache.layers:
-                    if isinstance(layer, HybridLayer):
-                        if layer.store is not None:
-                            pool = layer.store.pool
-                            table = layer.store.table[:, : layer.store.num_blocks]
-                            pools.setdefault(id(pool), (pool, []))[1].append(table.ravel())
-                            other += layer.state.nbytes
-                    else:
+                    if not isinstance(layer, HybridLayer):
                         other += sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
-        return other + sum(pool.bytes_of(np.unique(np.concatenate(ids))) for pool, ids in pools.values())
+                    elif layer.store is not None:
+                        pools[id(layer.store.pool)] = layer.store.pool
+                        other += layer.state.nbytes
+        return other + sum(slab.nbytes for pool in pools.values() for slab in (*pool.slabs, *pool.packed_slabs))
 
     # --- entries on disk ----------------------------------------------------------------------------------------------
 
@@ -555,19 +586,19 @@ class PrefixStore:
         while (entry := self._next()) is not None:
             self._try_to_save(entry)
 
-    def _try_to_save(self, entry: _Entry | None) -> None:
+    def _try_to_save(self, entry: _Entry | None, patience: float = 30.0) -> None:
         """Save an entry; the next `open` warns of an error, or `flush` raises it."""
         if entry is None:
             return
         try:
-            self._save(entry)
+            self._save(entry, patience)
         except Exception as error:
-            with self._changed:
+            with self._lock:
                 entry.failed, self._failed = True, error
 
     def _next(self) -> _Entry | None:
         """Wait for an entry to save; None when the store is closed."""
-        with self._changed:
+        with self._lock:
             while not self._closed:
                 if self._urgent:
                     return self._urgent.pop(0)
@@ -578,9 +609,9 @@ class PrefixStore:
                 self._changed.wait(max(left, 0.1) if waiting and not self._open else None)
             return None
 
-    def _save(self, entry: _Entry) -> None:
+    def _save(self, entry: _Entry, patience: float = 30.0) -> None:
         with self._saving:
-            with self._changed:
+            with self._lock:
                 if entry.path is not None:
                     return
                 cache, shared = entry.cache.fork(), entry.shared()
@@ -588,12 +619,16 @@ class PrefixStore:
             more = {entries.TOKENS: entries.token_bytes(entry.ids)}
             if self._tokenizer is not None:
                 more[entries.WORDS] = self._tokenizer.decode(entry.ids[:_WORDS].tolist()).encode()
-            with entries.locked(self.folder):
+            with entries.locked(self.folder, patience) as alone:
+                if not alone:
+                    lock = str(self.folder / entries.LOCK)
+                    raise OSError(errno.EBUSY, "another process saves and does not end; see what holds the lock", lock)
                 segments: list[Segment] = []
                 if entries.read_tokens(path) is None:  # else another process has saved it
                     entries.remove(path)
                     segments = cache.save_segments(path, shared, more)
-                with self._changed:
+                    os.utime(path.parent)  # others list it again
+                with self._lock:
                     entry.path, entry.seconds, entry.base, entry.base_files = path, 0.0, None, _Files()
                     entry.files.segments = segments
                     self._disk[path] = entry.ids
@@ -612,7 +647,7 @@ class PrefixStore:
         Raises:
             OSError: the disk is full, or the folder cannot be written; what is in memory stays there.
         """
-        with self._changed:
+        with self._lock:
             failed, self._failed = self._failed, None
             waiting, self._urgent = self._urgent, []
             for entry in self._held:
@@ -633,7 +668,9 @@ class PrefixStore:
         Raises:
             OSError: as `flush`.
         """
-        with self._changed:
+        if self._process != os.getpid():
+            return
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         atexit.unregister(self.close)
@@ -654,6 +691,12 @@ class PrefixStore:
         return f"PrefixStore({str(self.folder)!r}, entries={len(self._held)}, ram={size_text(self.ram_bytes)})"
 
 
+def _rope_types(config: Any) -> set[Any]:
+    """How a model's rotary embeddings are scaled, in any layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+
+
 def _begins(ids: np.ndarray, start: np.ndarray) -> bool:
     """Whether ids begin with others."""
     return len(start) <= len(ids) and np.array_equal(ids[: len(start)], start)
@@ -667,6 +710,8 @@ def _ids_of(given: Any) -> np.ndarray:
         ValueError: several rows, or numbers that are no ids.
     """
     ids = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    if not ids.size:
+        return np.zeros(0, np.int32)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"token ids are integers, not {ids.dtype}")
     if ids.ndim == 2 and len(ids) == 1:

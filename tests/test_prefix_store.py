@@ -21,7 +21,7 @@ import torch
 from accelerate import cpu_offload
 from forks import exit_status
 from tiny import DEVICE, SIZES, spread_weights, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache, PrefixStore, prefix_store
@@ -231,12 +231,14 @@ def test_chats_of_one_document_share_it(model: PreTrainedModel, tmp_path: Path) 
     with store.open(document) as found:
         found.read()
     store.flush()
-    one, bytes_of_one = store.ram_bytes, entries.used_bytes(*tmp_path.glob("*"))
+    pool = store._held[0].cache.layers[0].store.pool
+    one, bytes_of_one = pool.used_bytes, entries.used_bytes(*tmp_path.glob("*"))
     for chat in range(8):
         ask(store, joined(document, ids(10, chat)), 3)
     store.flush()
     assert len(store._held) == 8
-    assert store.ram_bytes < 1.5 * one  # two blocks of 44 each, which are its own
+    assert pool.used_bytes < 1.5 * one  # two blocks of 44 each, which are its own
+    assert {id(entry.cache.layers[0].store.pool) for entry in store._held} == {id(pool)}
     assert entries.used_bytes(*tmp_path.glob("*")) < 2 * bytes_of_one  # tables are large beside a tiny model's keys
     linked = {path.name: path.stat().st_nlink for path in tmp_path.glob("*/*/segment-*")}
     assert max(linked.values()) == 8
@@ -465,6 +467,60 @@ def test_images_and_other_input_are_refused(model: PreTrainedModel, tmp_path: Pa
             PrefixStore(tmp_path, model, "scout", **knobs)
 
 
+def test_a_prefix_whose_keys_depend_on_the_prompts_length_is_refused(tmp_path: Path) -> None:
+    for kind, more in (("dynamic", {}), ("longrope", {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8})):
+        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64, **more}
+        config = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16, rope_parameters=rope)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse")
+        with pytest.raises(ValueError, match=f"rope_type='{kind}'"):
+            PrefixStore(tmp_path, model)
+
+
+def test_what_the_user_does_with_the_cache_gives_no_wrong_entry(model: PreTrainedModel, tmp_path: Path) -> None:
+    """A prompt that is read when it was answered already, and a cache that begins again in other memory."""
+    store, prompt = make(tmp_path, model, min_seconds=99), ids(100)
+    with store.open(prompt) as found:
+        generate(model, prompt, found.cache, 12)
+        found.read()
+    assert all(len(entry.ids) == entry.cache.get_seq_length() for entry in store._held)
+    store = make(tmp_path, model)
+    first = ids(300)
+    ask(store, first)
+    store.flush()
+    other = joined(first[:, :16], ids(300, 2))
+    ask(store, other)
+    store.flush()
+    prompt = joined(other[:, :220], ids(500, 5))
+    with store.open(prompt) as found:
+        assert found.tokens == 220
+        found.cache.reset()
+        out = generate(model, prompt, found.cache)
+        found.keep(out)
+    store.close()
+    again = joined(out.sequences, ids(10, 9))
+    tokens, _, got = ask(make(tmp_path, model), again, keep=False)
+    assert tokens == 727
+    assert torch.equal(got.sequences, generate(model, again, HybridCache(model, "full")).sequences)
+
+
+def test_knobs_of_a_run_are_those_of_the_store(model: PreTrainedModel, tmp_path: Path) -> None:
+    with make(tmp_path, model, "split", device_budget="64 blocks") as store:
+        ask(store, ids(200))
+    with make(tmp_path, model, "scout", tier="one").open(ids(200)) as found:
+        assert (found.tokens, found.source) == (198, "disk")
+        assert not found.cache.layers[0].two_memories
+
+
+def test_little_in_common_loads_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
+    first = ids(2000)
+    with make(tmp_path, model) as store, store.open(first) as found:
+        found.read()
+    store = make(tmp_path, model)
+    for common, want in ((1, 0), (20, 0), (40, 40)):
+        prompt = joined(first[:, :common], ids(60, 7))
+        assert ask(store, prompt, keep=False)[0] == want
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -561,6 +617,126 @@ def test_an_interrupted_prompt_goes_on_where_it_was(model: PreTrainedModel, tmp_
     tokens, _, out = ask(store, prompt)
     assert tokens == 128
     assert torch.equal(out.sequences, generate(model, prompt, HybridCache(model, "full")).sequences)
+
+
+def test_the_folder_of_something_else_is_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
+    text = tmp_path / "thesis" / "chapters" / "one.tex"
+    text.parent.mkdir(parents=True)
+    text.write_text("years of work")
+    with pytest.raises(ValueError, match="is no PrefixStore"):
+        make(tmp_path, model)
+    (tmp_path / "lock").touch()  # as if the thesis had been put into a store
+    store = make(tmp_path, model, max_bytes=1)
+    ask(store, ids(100))
+    store.flush()
+    with entries.locked(tmp_path, 9.0):
+        entries.clean(tmp_path)
+    assert text.read_text() == "years of work"
+    assert all("thesis" not in str(entry.path) for entry in entries.list_entries(tmp_path))
+
+
+def test_blocks_that_end_early_raise_what_the_user_raised(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+    for name, model in models.items():
+        store = make(tmp_path / name, model)
+        with store.open(ids(30)):
+            pass
+        with pytest.raises(KeyError, match="mine"), store.open(ids(30)):
+            raise KeyError("mine")
+        assert store._held == []
+
+
+def test_found_serves_within_its_block_alone(model: PreTrainedModel, tmp_path: Path) -> None:
+    store, prompt = make(tmp_path, model, max_ram=1), ids(100)
+    with store.open(prompt) as found:
+        out = generate(model, prompt, found.cache)
+    with pytest.raises(RuntimeError, match="before the block"):
+        found.keep(out)
+    with pytest.raises(RuntimeError, match="before the block"):
+        found.read()
+    assert {entry.users for entry in store._held} == {0}
+    with store.open([5]) as found:
+        found.read()
+    with pytest.raises(ValueError, match="no token"), store.open([]):
+        pass
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_warning_that_is_an_error_leaves_nothing_open(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    store._failed = OSError("full")
+    with pytest.raises(RuntimeWarning, match="full"), store.open(ids(50)):
+        pass
+    assert store._open == 0
+    assert ask(store, ids(50))[0] == 0
+
+
+def test_a_child_process_has_no_part_in_the_store(model: PreTrainedModel, tmp_path: Path) -> None:
+    """It neither holds the lock, nor saves, nor opens; the parent goes on."""
+    store = make(tmp_path, model)
+    ask(store, ids(50))
+    with entries.locked(tmp_path, 9.0):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                store.close()
+                with pytest.raises(RuntimeError, match="forked"), store.open(ids(50)):
+                    pass
+                time.sleep(3)
+                status = 0
+            finally:
+                os._exit(status)
+    start = time.monotonic()
+    store.flush()
+    assert time.monotonic() - start < 2.5
+    assert exit_status(child) == 0
+
+
+def test_a_lock_that_is_held_costs_a_save_and_no_prompt(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, prompt = make(tmp_path, model, segment_tokens=64), ids(200)
+    monkeypatch.setattr(entries, "_lock", lambda file: False)
+    monkeypatch.setattr(entries, "_PAUSE", 1e9)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "monotonic", iter(range(0, 10**9, 10)).__next__)
+    with store.open(prompt) as found:
+        found.read(chunk=64)
+    assert found.cache.get_seq_length() == 198
+    assert isinstance(store._failed, OSError)
+    assert "another process saves" in str(store._failed)
+
+
+def test_an_entry_that_is_being_saved_is_found_when_it_is_there(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, prompt = make(tmp_path, model, min_seconds=99), make(tmp_path, model, min_seconds=99), ids(200)
+    real, looked = saving._write_file, []
+
+    def slow(*given: Any) -> None:
+        if not looked:
+            looked.append(ask(other, ids(50, 77), keep=False)[0])
+        real(*given)
+
+    ask(one, prompt)
+    one._min_seconds = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_write_file", slow)
+        one.flush()
+    assert looked == [0]
+    assert ask(other, prompt, keep=False)[:2] == (198, "disk")
+
+
+def test_mapped_files_hold_no_descriptors(model: PreTrainedModel, tmp_path: Path) -> None:
+    with make(tmp_path, model, segment_tokens=32) as store:
+        for seed in range(4):
+            with store.open(ids(300, seed)) as found:
+                found.read(chunk=32)
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    store = make(tmp_path, model)
+    for seed in range(4):
+        assert ask(store, ids(300, seed), keep=False)[0] == 298
+    assert sys.platform != "linux" or len(os.listdir("/proc/self/fd")) < before + 8
 
 
 def test_two_threads_read_one_document(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -706,7 +882,7 @@ def test_entries_are_listed_and_removed(model: PreTrainedModel, tmp_path: Path) 
     for seed in range(2):
         ask(store, joined(document, ids(30, seed)), 2)
         store.flush()
-    left = next(tmp_path.glob("*/*/tokens")).parent.with_name("77")
+    left = next(tmp_path.glob("*/*/tokens")).parent.with_name("7" * 32)
     left.mkdir()
     (left / "part").write_bytes(b"123")
     listed = entries.list_entries(tmp_path)
@@ -715,7 +891,7 @@ def test_entries_are_listed_and_removed(model: PreTrainedModel, tmp_path: Path) 
     assert all(entry.own and entry.shared for entry in listed if entry.tokens)
     assert all(entry.words.startswith(" ".join(map(str, document[0, :4].tolist()))) for entry in listed if entry.tokens)
     assert all(entry.about["policy"]["name"] == "full" for entry in listed)
-    with entries.locked(tmp_path):
+    with entries.locked(tmp_path, 9.0):
         entries.clean(tmp_path)
     assert len(entries.list_entries(tmp_path)) == 2
     for entry in entries.list_entries(tmp_path):

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 import mmap
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -154,9 +155,17 @@ def free_device_memory(device: torch.device) -> int | None:
 
 
 def host_mapped(file: BinaryIO) -> torch.Tensor:
-    """Map a file privately as a CPU tensor of bytes: pages are read on access, and writes never reach the file."""
-    region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(region, dtype=torch.uint8)
+    """Map a named file privately as a CPU tensor of bytes: pages are read on access, and writes never reach the file.
+
+    The mapping keeps no descriptor.
+
+    Raises:
+        ValueError: the file is empty.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if not size:
+        raise ValueError("the file is empty")
+    return torch.from_file(file.name, shared=False, size=size, dtype=torch.uint8, device="cpu")
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's

@@ -6,7 +6,8 @@
         tokens                  int32, little-endian; their checksum is the entry's name; its time is the last use
         words                   how the text begins, UTF-8, if that is known
 
-An entry never changes. A folder without cache.safetensors is what a killed process has left.
+Names of namespaces and entries have 32 hexadecimal digits; nothing else in the folder is touched. An entry never
+changes. One without cache.safetensors is what a killed process has left.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,6 +34,8 @@ try:
 except ImportError:  # Windows: one process at a time
     fcntl = None  # type: ignore[assignment]
 
+_NAME = re.compile("[0-9a-f]{32}")
+_PAUSE = 0.05  # seconds
 LOCK, TOKENS, WORDS, ABOUT = "lock", "tokens", "words", "about.json"
 
 
@@ -83,13 +88,28 @@ def entries_in(namespace: Path) -> Iterator[Path]:
     yield from (path for path in _inside(namespace) if (path / CACHE).exists())
 
 
-def _inside(*folders: Path) -> list[Path]:
-    """What is in folders; nothing of one that is gone, is none, or cannot be read."""
+def _inside(*folders: Path, ours: bool = True) -> list[Path]:
+    """What is in folders that can be read; `ours`: only with names as namespaces and entries have them."""
     found = []
     for folder in folders:
         with contextlib.suppress(OSError):
-            found += sorted(folder.iterdir())
+            found += sorted(path for path in folder.iterdir() if not ours or _NAME.fullmatch(path.name))
     return found
+
+
+def namespaces_in(folder: Path) -> list[Path]:
+    """The folders of namespaces."""
+    return [path for path in _inside(folder) if (path / ABOUT).exists()]
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder is of a store, empty, or not there.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if not (folder / LOCK).exists() and _inside(folder, ours=False):
+        raise ValueError(f"{folder} is there and is no PrefixStore; name a folder of its own for the store")
 
 
 def read_tokens(path: Path) -> np.ndarray | None:
@@ -120,16 +140,26 @@ def last_use(path: Path) -> float:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the folder's lock, which ends with the process; give whether it is held."""
+def locked(folder: Path, patience: float = 0.0) -> Iterator[bool]:
+    """Hold the folder's lock, for which it waits so many seconds; give whether it is held. It ends with the process."""
+    end = time.monotonic() + patience
     with open(folder / LOCK, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        while not (held := _lock(file)) and time.monotonic() < end:
+            time.sleep(_PAUSE)
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            held = True
-        except BlockingIOError:
-            held = False
-        yield held  # closing the file lets go
+            yield held
+        finally:
+            if held and fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_UN)  # forked processes have the file, too
+
+
+def _lock(file: BinaryIO) -> bool:
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove(path: Path) -> None:
@@ -140,7 +170,7 @@ def remove(path: Path) -> None:
 
 def clean(folder: Path) -> None:
     """Remove what killed processes have left; the lock is held."""
-    for path in _inside(*_inside(folder)):
+    for path in _inside(*namespaces_in(folder)):
         if path.is_dir() and not (path / CACHE).exists():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -148,7 +178,7 @@ def clean(folder: Path) -> None:
 def list_entries(folder: Path) -> list[Listed]:
     """All entries and what was left behind, the least recently used one first; what vanishes meanwhile is left out."""
     files: dict[Path, dict[int, int]] = {}  # inode: bytes
-    for path in _inside(*_inside(folder)):
+    for path in _inside(*namespaces_in(folder)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             files[path] = {stat.st_ino: stat.st_size for stat in (file.stat() for file in path.iterdir())}
     names = Counter(inode for inodes in files.values() for inode in inodes)
@@ -179,7 +209,7 @@ def _about(namespace: Path) -> dict[str, Any]:
 def used_bytes(*namespaces: Path) -> int:
     """Bytes of all files of the entries of namespaces, each file counted once."""
     sizes = {}
-    for path in _inside(*_inside(*namespaces)):
+    for path in _inside(*_inside(*namespaces), ours=False):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
             sizes[stat.st_ino] = stat.st_size
@@ -200,10 +230,10 @@ def evict(folder: Path, most: int, keep: Collection[Path], drop: Collection[Path
     removed = list(drop)
     for path in drop:
         remove(path)
-    for entry in list_entries(folder) if used_bytes(*_inside(folder)) > most else ():
+    for entry in list_entries(folder) if used_bytes(*namespaces_in(folder)) > most else ():
         if entry.path not in keep:
             remove(entry.path)
             removed.append(entry.path)
-        if used_bytes(*_inside(folder)) <= most:
+        if used_bytes(*namespaces_in(folder)) <= most:
             break
     return removed

@@ -40,7 +40,7 @@ from hf_offload.files.segments import NAME, Segment, sync, write_segments
 FORMAT = 9
 """Version of the format; incremented when caches saved before can no longer be read."""
 CACHE = "cache.safetensors"
-_UNFINISHED = re.compile(r"\w+-[0-9a-f]{16}\.new")
+_UNFINISHED = re.compile(r"(segment|tail|cache)-[0-9a-f]{16}\.new")
 _OLD = {"blocks.safetensors", "digests.safetensors", "SHA256SUMS"}  # of formats before 9
 
 
