@@ -166,6 +166,25 @@ def test_another_tier_may_go_on(
     assert_equal(decode(model, HybridCache.load(tmp_path / "cache", model, **knobs), token, mask, 19), want)
 
 
+@pytest.mark.parametrize(
+    "given", [{"resident": 256}, {"device_budget": "40 blocks"}, {"tier": "one", "resident": None}]
+)
+def test_a_resident_set_of_another_size_is_placed_anew(
+    models: dict[str, PreTrainedModel], tmp_path: Path, given: dict[str, Any]
+) -> None:
+    if DEVICE != "cpu" and "tier" in given:
+        pytest.skip("beside a device there are two memories")
+    model = models["llama"]
+    ids, mask = prompt(2, PROMPT)
+    cache = HybridCache(model, "full", block_size=16, tier="split", device_budget="20 blocks")
+    token = prefill(model, cache, ids, mask)
+    token = decode(model, cache, token, mask, 3)[0][:, -1:]
+    mask = torch.cat([mask, mask.new_ones(2, 3)], 1)
+    cache.save(tmp_path / "cache")
+    want = decode(model, cache, token, mask, 5)
+    assert_equal(decode(model, HybridCache.load(tmp_path / "cache", model, **given), token, mask, 5), want)
+
+
 def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: Any) -> None:
     folder, token, mask = saved
     model = models["llama"]

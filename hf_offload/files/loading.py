@@ -25,6 +25,7 @@ from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.stock_layers import check, unpack
 from hf_offload.fields import Field, check_tensors
 from hf_offload.files.saved_fields import (
+    RESIDENT,
     check_about,
     check_numbers,
     check_resident,
@@ -166,6 +167,8 @@ class SavedCache:
         for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
             device, prefix = device_of(modules[index]), f"layers.{index}."
             tensors = _of_layer(self._tensors, prefix)
+            if not place:
+                tensors = {name: part for name, part in tensors.items() if name not in RESIDENT}
             kind = told.get("stock", HybridLayer.__name__)
             if kind not in (type(layer).__name__, type(stock[index]).__name__):
                 raise ValueError(

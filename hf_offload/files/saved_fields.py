@@ -32,6 +32,8 @@ from hf_offload.files.segments import NAME
 from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+RESIDENT = ("block_of", "worth", "known")
+"""Tensors of a layer's resident set."""
 _DIMS = range(16, 257, 16)
 _KNOBS = ("tier", "block_size", "resident", "device_budget", "host_dtype", "prefill_tile", "cuda_graph")
 
