@@ -121,7 +121,7 @@ class Found:
         self._base: HybridCache | None = None
         self._base_files = _Files() if entry is None else entry.files
         self.source = None if entry is None else source
-        self.cache = store._empty.fork() if entry is None else entry.cache.fork()
+        self.cache = store.new_cache() if entry is None else entry.cache.fork()
         if entry is not None:
             self._base = entry.cache
             if tokens < len(entry.ids):
@@ -181,6 +181,10 @@ class Found:
                 f"the cache holds {tokens} tokens, keep() got {len(ids)}; give all that generate() returned"
             )
         self._keep(tokens)
+
+    def resume(self) -> None:
+        """Do not count the time since the last forward as work: other prompts were read meanwhile."""
+        self._count(worked=False)
 
     def _after_forward(self) -> None:
         """A forward of the cache has ended: keep what a killed process would have to read again, and the prompt."""
@@ -261,11 +265,15 @@ class PrefixStore:
         policy: as for `HybridCache`.
         max_bytes: most bytes on disk, within one entry.
         max_ram: most bytes of blocks in memory, within one entry.
-        tenant: entries of one tenant are not found by another.
+        tenant: entries of one tenant are not found by another; `open` takes one, too.
         tokenizer: its `decode` says how a text begins, for `hf-offload store ls`; None: nothing is said.
         segment_tokens: a long prompt that is read in chunks is saved whenever so many tokens are new.
         min_seconds: what took less to compute is not saved.
         knobs: further arguments of `HybridCache`.
+
+    Attributes:
+        saves: how many entries were saved.
+        evictions: how many were removed from disk since all exceeded `max_bytes`.
 
     Raises:
         ValueError: as `HybridCache`, an amount that is none, or a model that attends images in layers of their own.
@@ -304,6 +312,7 @@ class PrefixStore:
         self._held: list[_Entry] = []
         self._disk: dict[Path, np.ndarray] = {}
         self._seen: dict[Path, int] = {}  # the time of a namespace's folder when its entries were listed
+        self.saves = self.evictions = 0
         self._clock = self._open = 0  # uses so far; prompts at work
         self._active = time.monotonic()
         self._urgent: list[_Entry] = []
@@ -319,13 +328,14 @@ class PrefixStore:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def open(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Found]:
+    def open(self, input_ids: torch.Tensor | Sequence[int], *, tenant: str | None = None) -> Iterator[Found]:
         """Give a cache that holds as much of a prompt as any entry; at least two tokens are left to read.
 
         When the block ends, the prompt is kept, as far as it was read, also if it ends by an error.
 
         Args:
             input_ids: the ids of the whole prompt, `[1, N]` or `[N]`: one row, no padding.
+            tenant: whose prompt it is; None: the store's tenant.
 
         Raises:
             ValueError: ids of several rows, of no token, or of images.
@@ -340,7 +350,8 @@ class PrefixStore:
             failed, self._failed = self._failed, None
             self._open += 1
             try:
-                found = self._find(ids, torch.from_numpy(ids.astype(np.int64))[None].to(device))
+                namespace = self._namespace(self._tenant if tenant is None else tenant)
+                found = self._find(namespace, ids, torch.from_numpy(ids.astype(np.int64))[None].to(device))
             except BaseException:
                 self._open -= 1
                 raise
@@ -359,6 +370,10 @@ class PrefixStore:
                     self._open, self._active = self._open - 1, time.monotonic()
                     self._changed.notify_all()
 
+    def new_cache(self) -> HybridCache:
+        """Return an empty cache with the store's policy and knobs."""
+        return self._empty.fork()
+
     def _check(self, ids: np.ndarray) -> None:
         if not len(ids):
             raise ValueError("input_ids holds no token; give the ids of the whole prompt")
@@ -372,8 +387,7 @@ class PrefixStore:
                         "for each"
                     )
 
-    def _find(self, ids: np.ndarray, input_ids: torch.Tensor) -> Found:
-        namespace = self._namespace()
+    def _find(self, namespace: Path, ids: np.ndarray, input_ids: torch.Tensor) -> Found:
         while True:
             self._list(namespace)
             held, tokens = self._longest(
@@ -407,13 +421,13 @@ class PrefixStore:
         common = int(other.argmax()) if other.any() else most
         return common if self._crops or common == len(have) else 0
 
-    def _namespace(self) -> Path:
-        """The folder of the caches that this model, as it is now, may continue from."""
+    def _namespace(self, tenant: str) -> Path:
+        """The folder of a tenant's caches that this model, as it is now, may continue from."""
         cache = self._empty
         knobs = {name: cache._knobs[name] for name in ("block_size", "host_dtype")}
         model = fingerprint(cache._config, cache._attachment.stack)
         policy = describe_policy(cache.policy)
-        identity = {"format": FORMAT, "model": model, "policy": policy, "knobs": knobs, "tenant": self._tenant}
+        identity = {"format": FORMAT, "model": model, "policy": policy, "knobs": knobs, "tenant": tenant}
         name = getattr(self._model.config, "_name_or_path", "") or type(self._model).__name__
         name = Path(name).name if os.path.exists(name) else name
         return entries.namespace_of(self.folder, identity, {"model": name, "policy": policy, "knobs": knobs})
@@ -522,6 +536,11 @@ class PrefixStore:
                         other += sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
         return other + sum(pool.bytes_of(np.unique(np.concatenate(ids))) for pool, ids in pools.values())
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the entries in the folder, of all models and policies, each file counted once."""
+        return entries.used_bytes(*(path for path in self.folder.iterdir() if path.is_dir()))
+
     # --- entries on disk ----------------------------------------------------------------------------------------------
 
     def _wants_saving(self, entry: _Entry) -> bool:
@@ -529,7 +548,8 @@ class PrefixStore:
         return not done and entry.seconds >= self._min_seconds
 
     def _save_soon(self, entry: _Entry) -> None:
-        self._urgent = [*(other for other in self._urgent if not _begins(entry.ids, other.ids)), entry]
+        others = (e for e in self._urgent if e.namespace != entry.namespace or not _begins(entry.ids, e.ids))
+        self._urgent = [*others, entry]
         self._start()
         self._changed.notify_all()
 
@@ -590,7 +610,9 @@ class PrefixStore:
                         other for other, ids in self._disk.items()
                         if self._crops and other.parent == path.parent and other != path and _begins(entry.ids, ids)
                     ]  # fmt: skip
-                    self._forget(entries.evict(self.folder, self._max_bytes, {path, *in_use}, older))
+                    gone = entries.evict(self.folder, self._max_bytes, {path, *in_use}, older)
+                    self.saves, self.evictions = self.saves + 1, self.evictions + len(gone) - len(older)
+                    self._forget(gone)
 
     def flush(self) -> None:
         """Save now all that is to be saved.

@@ -101,7 +101,7 @@ EVERYTHING = ("demo", "eval", "dev")
 @pytest.mark.parametrize(
     ("folders", "extras", "optional"),
     [
-        (["hf_offload"], (), {"triton", "lm-eval"}),  # with torch for CUDA; for `hf_offload.lm_eval` alone
+        (["hf_offload"], ("serve",), {"triton", "lm-eval"}),  # with torch for CUDA; for `hf_offload.lm_eval` alone
         (["examples"], ("demo", "eval"), set()),
         (["eval"], ("demo", "eval"), {"llama-cpp-python", "llama-cpp"}),  # a peer, where it is installed
         (["tests", "eval", "examples", "docs"], EVERYTHING, {"llama-cpp-python", "llama-cpp"}),
