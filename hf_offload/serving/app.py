@@ -98,7 +98,7 @@ class Service:
         whose = [_key(request) if self.keys else "", asked.cache_salt]
         tenant = hashlib.sha256(json.dumps(whose).encode()).hexdigest() if any(whose) else ""
         thinks = self._thinks and chat
-        within = thinks and self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+        within = thinks and str(self.tokenizer.decode(ids[-8:])).rstrip().endswith("<think>")
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         tools = asked.offered if isinstance(asked, Chatted) else ()
         text = Answer(self.tokenizer, stop=[*filter(None, stop)], thinks=thinks, within=within, tools=tools)
@@ -107,8 +107,10 @@ class Service:
         loop, queue, since = asyncio.get_running_loop(), asyncio.Queue[Delta | Exception | None](), time.perf_counter()
 
         def send(event: Delta | Exception | None) -> None:
-            if event and len(job.drawn) == 1:
-                self.first_tokens[bisect_left(SECONDS, seconds := time.perf_counter() - since)] += 1
+            nonlocal since
+            if isinstance(event, dict) and since:
+                seconds, since = time.perf_counter() - since, 0.0
+                self.first_tokens[bisect_left(SECONDS, seconds)] += 1
                 self.first_tokens[-1] += seconds
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, event)
@@ -239,10 +241,9 @@ def make_app(service: Service) -> FastAPI:
     if service.origins:
         app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"])
 
-    async def answer(request: Request, kind: type[Chatted] | type[Prompted]) -> Response:
-        asked = parse(kind, await request.body())
+    async def answer(request: Request, asked: Chatted | Prompted) -> Response:
         job, events = await service.begin(request, asked)
-        form = _form(kind is Chatted, asked.model or service.name)
+        form = _form(isinstance(asked, Chatted), asked.model or service.name)
         if asked.stream:
             return StreamingResponse(_stream(job, events, form, asked), media_type="text/event-stream")
         message = await _whole(events)
@@ -250,16 +251,16 @@ def make_app(service: Service) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await answer(request, Chatted)
+        return await answer(request, parse(Chatted, await request.body()))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, Prompted)
+        return await answer(request, parse(Prompted, await request.body()))
 
     @app.post("/v1/prefixes")
     async def prefixes(request: Request) -> Response:
         body = await request.body()
-        asked = parse(Chatted if b'"messages"' in body else Prompted, body)
+        asked = parse(Chatted, body) if b'"messages"' in body else parse(Prompted, body)
         job, events = await service.begin(request, asked, answer=False)
         await _whole(events)
         return JSONResponse({"object": "prefix", "tokens": len(job.ids), "cached_tokens": job.cached})

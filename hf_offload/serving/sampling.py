@@ -26,7 +26,7 @@ class Sampler:
         self._generator.manual_seed(how["seed"]) if "seed" in how else self._generator.seed()
         penalty = how.get("repetition_penalty", 1)
         self._penalty = None if penalty == 1 else hf.RepetitionPenaltyLogitsProcessor(float(penalty))
-        self._warpers = [hf.TemperatureLogitsWarper(float(how["temperature"]))] if how["temperature"] else []
+        self._warpers: list[Any] = [hf.TemperatureLogitsWarper(float(how["temperature"]))] if how["temperature"] else []
         if how.get("top_k", 0) > 0:
             self._warpers.append(hf.TopKLogitsWarper(how["top_k"]))
         if how.get("top_p", 1) < 1:

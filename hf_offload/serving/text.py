@@ -95,7 +95,7 @@ def _overlap(text: str, mark: str) -> int:
 def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
     """Return name and arguments of a tool call, JSON or Qwen3.5's tags; None if it is neither."""
     if named := re.search(r"<function=([^>\n]+)>", text):
-        schema = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
+        schema: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
         kinds = schema.get("parameters", {}).get("properties", {})
         pairs = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
         return named[1], {key: _value(value, kinds.get(key, {}).get("type")) for key, value in pairs}
