@@ -108,23 +108,27 @@ class Engine:
             self.ready = True
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
-        while self._admit():
-            if self._turn(*self.running[0]):
+        while True:
+            with self._changed:
+                while not (self.waiting or self.running or self._stopped):
+                    self._changed.wait()
+            self._admit()
+            if not self.running:
+                if self._stopped and not self.waiting:
+                    return
+            elif self._turn(*self.running[0]):
+                self._admit()  # who has come meanwhile is before this chat
                 self.running.rotate(-1)
             else:
                 self.running.popleft()
 
-    def _admit(self) -> bool:
-        """Let chats that wait take turns; False when the engine is stopped and all have ended."""
+    def _admit(self) -> None:
+        """Let chats that wait take turns, as many as may, and drop those whose clients have left."""
         with self._changed:
-            while True:
-                self.waiting = deque(chat for chat in self.waiting if not chat.gone)
-                while self.waiting and (len(self.running) < self._chats or self._stopped):
-                    chat = self.waiting.popleft()
+            for chat in list(self.waiting):
+                if chat.gone or self._stopped or len(self.running) < self._chats:
+                    self.waiting.remove(chat)
                     self.running.append((chat, self._work(chat)))
-                if self.running or self._stopped:
-                    return bool(self.running)
-                self._changed.wait()
 
     def _turn(self, chat: Chat, work: Work) -> bool:
         """Run one forward of a chat, or end it; return whether more follow."""
