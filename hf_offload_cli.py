@@ -259,7 +259,7 @@ def train_fluxion(
     short_help="Serve a model as OpenAI does; what was read is kept.",
     epilog=_example(
         "hf-offload serve Qwen/Qwen3-0.6B",
-        "hf-offload serve model.gguf --max-context 32k --policy scout:budget=1024 --api-key-file keys",
+        "hf-offload serve model.gguf --max-context 32k --policy scout:budget=1024",
     ),
 )
 def serve(

@@ -95,7 +95,7 @@ def normal(name: str) -> str:
     return re.sub(r"[._-]+", "-", name).lower()
 
 
-EVERYTHING = ("demo", "eval", "dev")
+EVERYTHING = ("demo", "eval", "dev", "serve")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from hf_offload.model.hooks import cache_argument
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 types = pytest.importorskip("openai.types")
+from fastapi.testclient import TestClient  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
-from starlette.testclient import TestClient  # noqa: E402
 
 from hf_offload.serving import app as serving  # noqa: E402
 from hf_offload.serving.app import Service, make_app  # noqa: E402
