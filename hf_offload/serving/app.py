@@ -92,8 +92,8 @@ class Service:
         """
         ids = await asyncio.to_thread(asked.ids, self.tokenizer, answer=answer)
         left, chat = self.max_context - len(ids), isinstance(asked, Chatted)
-        if left < 1 or len(ids) < 2:
-            told = f"the prompt has {len(ids)} tokens; this server takes 2 to {self.max_context - 1} (--max-context)"
+        if left < 1 or not ids:
+            told = f"the prompt has {len(ids)} tokens; this server takes 1 to {self.max_context - 1} (--max-context)"
             raise RequestError(told, "messages" if chat else "prompt", "context_length_exceeded" if left < 1 else None)
         whose = [_key(request) if self.keys else "", asked.cache_salt]
         tenant = hashlib.sha256(json.dumps(whose).encode()).hexdigest() if any(whose) else ""

@@ -118,6 +118,8 @@ def test_completions(client: TestClient) -> None:
     for prompt in (["Once upon a time"], ids, [ids]):
         same = client.post("/v1/completions", json={**body, "prompt": prompt}).json()
         assert same["choices"][0]["text"] == found.choices[0].text
+    single = client.post("/v1/completions", json={**body, "prompt": "O"}).json()
+    assert (single["usage"]["prompt_tokens"], single["usage"]["completion_tokens"]) == (1, 8)
     lines = events(client, "/v1/completions", body)
     parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
     assert "".join(part["text"] for part in parts) == found.choices[0].text
