@@ -10,7 +10,6 @@ import json
 import os
 import time
 import uuid
-from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -31,7 +30,6 @@ from hf_offload.serving.turns import Chat, Engine
 LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 PING, PATIENCE = 10.0, 30
 """Seconds without a token until a stream gets a comment, lest it be taken for dead; that answers may take to end."""
-SECONDS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Service:
     queue: int = 32
 
     def __post_init__(self) -> None:
-        self.first_tokens: list[float] = [0] * (len(SECONDS) + 2)  # counts by SECONDS, then the sum
+        self.first_tokens = (0, 0.0)  # how many, and the seconds of all
         self.counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "prefix_hits"), 0)
         self.engine = Engine(self.model, self.store, self.chats, self.queue, self._count)
         self._thinks = "<think>" in str(self.tokenizer.chat_template) or "<think>" in self.tokenizer.get_vocab()
@@ -109,9 +107,8 @@ class Service:
         def send(event: Delta | Exception | None) -> None:
             nonlocal since
             if isinstance(event, dict) and since:
-                seconds, since = time.perf_counter() - since, 0.0
-                self.first_tokens[bisect_left(SECONDS, seconds)] += 1
-                self.first_tokens[-1] += seconds
+                count, seconds = self.first_tokens
+                self.first_tokens, since = (count + 1, seconds + time.perf_counter() - since), 0.0
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
@@ -132,11 +129,8 @@ class Service:
         now |= {"chats_running": len(self.engine.running), "chats_waiting": len(self.engine.waiting)}
         lines = [f"# TYPE hf_offload_{k} counter\nhf_offload_{k}_total {v}" for k, v in counts.items()]
         lines += [f"# TYPE hf_offload_{k} gauge\nhf_offload_{k} {v}" for k, v in now.items()]
-        name, *numbers = "hf_offload_first_token_seconds", *self.first_tokens
-        lines.append(f"# TYPE {name} histogram")
-        for i, most in enumerate((*SECONDS, "+Inf")):
-            lines.append(f'{name}_bucket{{le="{most}"}} {sum(numbers[: i + 1])}')
-        return "\n".join([*lines, f"{name}_sum {numbers[-1]}", f"{name}_count {sum(numbers[:-1])}", ""])
+        name, (count, seconds) = "hf_offload_first_token_seconds", self.first_tokens
+        return "\n".join([*lines, f"# TYPE {name} summary", f"{name}_sum {seconds}", f"{name}_count {count}", ""])
 
 
 async def _watch(request: Request, chat: Chat) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
@@ -15,6 +15,15 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None, *, status: int = 400) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
+
+
+LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user"}
+"""Parameters that change no answer."""
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1, "cache_prompt": True, "echo": False, "logprobs": False, "modalities": ["text"], "n": 1,
+    "parallel_tool_calls": True, "response_format": {"type": "text"}, "store": False, "suffix": "", "top_logprobs": 0,
+}  # fmt: skip
+"""Values that ask for nothing, of parameters that are not honoured."""
 
 
 class _Strict(BaseModel, extra="forbid", strict=True):
@@ -50,10 +59,6 @@ class _StreamOptions(_Strict):
     include_obfuscation: bool | None = None
 
 
-class _Format(_Strict):
-    type: Literal["text"]
-
-
 class Asked(_Strict):
     """What requests have in common; None asks for nothing."""
 
@@ -73,24 +78,15 @@ class Asked(_Strict):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: str | None = None
-    # They change no answer.
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    user: Any = None
-    # They are not honoured; these values ask for nothing.
-    best_of: Literal[1] | None = None
-    cache_prompt: Literal[True] | None = None
-    echo: Literal[False] | None = None
-    logprobs: Literal[False] | None = None
-    n: Literal[1] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    response_format: _Format | None = None
-    store: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    top_logprobs: Literal[0] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any) -> Any:
+        """Leave out what asks for nothing; what is left of it is refused."""
+        if not isinstance(given, dict):
+            return given
+        some = {name: value for name, value in given.items() if value is not None and name not in LABELS}
+        return {name: value for name, value in some.items() if name not in NEUTRAL or value != NEUTRAL[name]}
 
     def sampling(self, config: GenerationConfig | None, vocabulary: int) -> dict[str, Any]:
         """Return what `Sampler` takes, with a model's own values for what is not asked for.
@@ -135,7 +131,6 @@ class Chatted(Asked):
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    modalities: list[Literal["text"]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

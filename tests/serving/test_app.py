@@ -201,7 +201,7 @@ def test_models_health_and_metrics(client: TestClient) -> None:
     for name in ("prompt_tokens_total", "cached_tokens_total", "generated_tokens_total", "store_ram_bytes"):
         assert float(numbers[f"hf_offload_{name}"]) > 0, name
     assert float(numbers["hf_offload_first_token_seconds_count"]) >= 1
-    assert float(numbers['hf_offload_first_token_seconds_bucket{le="+Inf"}']) >= 1
+    assert float(numbers["hf_offload_first_token_seconds_sum"]) > 0
     assert numbers["hf_offload_chats_running"] == "0"
 
 
