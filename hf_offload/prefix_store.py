@@ -198,7 +198,7 @@ class Found:
         if ended and (enough or not store._crops):
             self._keep(tokens, at_once=enough)
         elif enough and tokens - self._kept >= store._segment_tokens:
-            store._try_to_save(self._keep(tokens))
+            store._try_to_save(self._keep(tokens), whole=False)
             self._count(worked=False)
 
     def _count(self, *, worked: bool = True) -> None:
@@ -272,7 +272,7 @@ class PrefixStore:
         knobs: further arguments of `HybridCache`.
 
     Attributes:
-        saves: how many entries were saved.
+        saves: how many prompts and answers were saved; parts of long prompts are not counted.
         evictions: how many were removed from disk since all exceeded `max_bytes`.
 
     Raises:
@@ -563,12 +563,12 @@ class PrefixStore:
         while (entry := self._next()) is not None:
             self._try_to_save(entry)
 
-    def _try_to_save(self, entry: _Entry | None) -> None:
+    def _try_to_save(self, entry: _Entry | None, *, whole: bool = True) -> None:
         """Save an entry; the next `open` warns of an error, or `flush` raises it."""
         if entry is None:
             return
         try:
-            self._save(entry)
+            self._save(entry, whole=whole)
         except Exception as error:
             with self._changed:
                 entry.failed, self._failed = True, error
@@ -586,7 +586,7 @@ class PrefixStore:
                 self._changed.wait(max(left, 0.1) if waiting and not self._open else None)
             return None
 
-    def _save(self, entry: _Entry) -> None:
+    def _save(self, entry: _Entry, *, whole: bool = True) -> None:
         with self._saving:
             with self._changed:
                 if entry.path is not None:
@@ -611,7 +611,7 @@ class PrefixStore:
                         if self._crops and other.parent == path.parent and other != path and _begins(entry.ids, ids)
                     ]  # fmt: skip
                     gone = entries.evict(self.folder, self._max_bytes, {path, *in_use}, older)
-                    self.saves, self.evictions = self.saves + 1, self.evictions + len(gone) - len(older)
+                    self.saves, self.evictions = self.saves + whole, self.evictions + len(gone) - len(older)
                     self._forget(gone)
 
     def flush(self) -> None:
