@@ -42,7 +42,7 @@ test: $(VENV)/.test
 
 # In an environment of its own, with all other packages as tested but the one that each version wants in its own range.
 OTHER := .venv-transformers-$(VERSION)
-SURFACE := tests/public tests/generate tests/test_cache_contract.py tests/test_exactness.py tests/test_hybrid_models.py \
+SURFACE := tests/public tests/generate tests/serving tests/test_cache_contract.py tests/test_exactness.py tests/test_hybrid_models.py \
 	tests/attention/test_arguments.py
 test-transformers: export OMP_WAIT_POLICY ?= passive
 test-transformers:
