@@ -2,6 +2,8 @@
 # Stamp files in the environment keep later runs quick.
 #   make demo    the quickstart: a number hidden in a long text, found with full attention and with a sparse cache
 #   make test    ruff, mypy and pytest (TESTS="-m slow" adds options for pytest)
+#   make serve-demo   a server is asked, killed, and asked again; both times
+#   make serve-check   clients of OpenAI's API ask a server, each as its users do
 #   make docs    the documentation site, in site/; warnings are errors
 #   make test-transformers VERSION=5.17.0   what Transformers calls, tested with another version of it
 #   make results the CSVs of peers, demo and needles, and the numbers and the plot that README and docs show of them
@@ -18,10 +20,20 @@ TESTS ?=
 CHECK ?=
 MUTANTS ?=
 
-.PHONY: demo test test-transformers lint unit mutants docs results gpu-check clean
+.PHONY: demo serve-demo serve-check test test-transformers lint unit mutants docs results gpu-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/quickstart.py
+
+serve-demo: $(VENV)/.serve
+	$(BIN)/python examples/served_chat.py
+
+# The clients do without torch, and the server without them.
+CLIENTS := .venv-clients
+serve-check: $(VENV)/.serve
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet openai langchain-openai litellm llm huggingface_hub
+	$(CLIENTS)/bin/python integrations/openai_clients.py 8124 $(CURDIR)/$(BIN)/hf-offload serve --port 8124 --store $(CLIENTS)/store
 
 # OpenMP's threads spin while they wait, which stalls processes that share the cores: pytest starts one for each.
 test: export OMP_WAIT_POLICY ?= passive
@@ -30,7 +42,7 @@ test: $(VENV)/.test
 
 # In an environment of its own, with all other packages as tested but the one that each version wants in its own range.
 OTHER := .venv-transformers-$(VERSION)
-SURFACE := tests/public tests/generate tests/test_cache_contract.py tests/test_exactness.py tests/test_hybrid_models.py \
+SURFACE := tests/public tests/generate tests/serving tests/test_cache_contract.py tests/test_exactness.py tests/test_hybrid_models.py \
 	tests/attention/test_arguments.py
 test-transformers: export OMP_WAIT_POLICY ?= passive
 test-transformers:
@@ -81,9 +93,13 @@ $(VENV)/.demo: $(VENV)/.model pyproject.toml
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[demo]'
 	touch $@
 
+$(VENV)/.serve: $(VENV)/.demo
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[serve]'
+	touch $@
+
 $(VENV)/.test: $(VENV)/.model pyproject.toml
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
-	touch $@ $(VENV)/.demo
+	touch $@ $(VENV)/.demo $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[docs]'

@@ -1,4 +1,4 @@
-"""The command line `hf-offload`: `plan`, `tune`, `profile`, `train-fluxion`, `store`.
+"""The command line `hf-offload`: `plan`, `tune`, `profile`, `train-fluxion`, `serve`, `store`.
 
 It is a module beside the package because `import hf_offload` imports torch and Transformers, which takes seconds: help
 and wrong options must not wait for that. Each command imports what it runs.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hf_offload.tools.profile import Profile
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SERVING = ("fastapi", "uvicorn")
 SHOWN_STEPS = (1, 8, 32)
 UNREAD = 400_000
 """Characters at the beginning of each text of Python's that are not trained on: evaluation scripts read there."""
@@ -251,6 +253,80 @@ def train_fluxion(
     if report is not None:
         _print(quality_table(report))
         typer.echo(f"wrote {out / PREDICTOR} and {out / REPORT}")
+
+
+@app.command(
+    short_help="Serve a model as OpenAI does; what was read is kept.",
+    epilog=_example(
+        "hf-offload serve Qwen/Qwen3-0.6B",
+        "hf-offload serve model.gguf --max-context 32k --policy scout:budget=1024",
+    ),
+)
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub name, folder or GGUF file.", show_default="SmolLM2-135M-Instruct")
+    ] = None,
+    store: Annotated[Path, typer.Option(help="Folder of what was read.", file_okay=False)] = PREFIXES,
+    store_size: Annotated[str, typer.Option(help="Most bytes of it.")] = "20GiB",
+    store_memory: Annotated[str, typer.Option(help="Most bytes in memory.")] = "4GiB",
+    policy: Annotated[str, typer.Option(help="A policy, such as scout:budget=1024.")] = "scout",
+    dtype: Dtype = "auto",
+    max_context: Annotated[
+        str | None, typer.Option(help="Tokens of prompt and answer; 1k is 1,024.", show_default="the model's")
+    ] = None,
+    chats: Annotated[int, typer.Option(min=1, help="Requests that take turns.")] = 8,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 32,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name by which requests may ask; repeatable.", show_default="localhost")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that may ask; repeatable.", envvar="HF_OFFLOAD_API_KEY", show_envvar=True),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File of such keys, one a line.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="A page that browsers may ask from; repeatable.", show_default="none")
+    ] = None,
+) -> None:
+    """Serve a model over OpenAI's API. Prompts and answers are kept: none is read twice, also after a restart.
+
+    Whoever can read the folder can read the prompts. Each API key has prefixes of its own.
+    """
+    with _mistakes():
+        _check_dtype(dtype)
+        if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
+            raise ValueError(f"serve needs {', '.join(missing)}; run `pip install 'hf-offload[serve]'`")
+        from hf_offload.cache.memory_budget import parse_bytes
+        from hf_offload.tools.plan import parse_setting, parse_tokens
+
+        name, knobs = parse_setting(policy)
+        wanted = None if max_context is None else parse_tokens(max_context)
+        parse_bytes("store-size", store_size), parse_bytes("store-memory", store_memory)
+        keys = [*(api_key or []), *(() if api_key_file is None else _read("api-key-file", api_key_file).split())]
+        from hf_offload import PrefixStore, fast_linear
+        from hf_offload.serving.app import LOCAL, Service, run
+
+        language_model, tokenizer = _load(model, dtype, attn_implementation="hybrid_sparse")
+        if language_model.device.type == "cpu":
+            fast_linear(language_model)
+        own = getattr(language_model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        context = wanted or own or 8192
+        if own and context > own:
+            typer.echo(f"Warning: the model was made for {own:,} tokens, not {context:,}", err=True)
+        made = PrefixStore(
+            store, language_model, name, max_bytes=store_size, max_ram=store_memory, tokenizer=tokenizer, **knobs
+        )
+        shown = "SmolLM2-135M-Instruct" if model is None else Path(model).name if os.path.exists(model) else model
+        service = Service(
+            language_model, tokenizer, made, shown, context, keys=keys, origins=cors or (), chats=chats, queue=queue,
+            hosts=LOCAL | {host.lower(), f"[{host.lower()}]", *map(str.lower, allow_host or ())},
+        )  # fmt: skip
+        typer.echo(f"{shown} at http://{host}:{port}/v1, prefixes in {store}", err=True)
+        run(service, host, port)
 
 
 @store_app.command(epilog=_example("hf-offload store ls --folder ~/.cache/hf_offload/prefixes"))

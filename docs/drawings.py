@@ -191,7 +191,7 @@ def imports_of(path: Path) -> dict[str, bool]:
 
 
 BOXES = {
-    "ways in": (300, 20, 440, 46, "enable  cli  lm_eval  fast_linear  ·  tools"),
+    "ways in": (300, 20, 440, 46, "enable  cli  lm_eval  fast_linear  ·  serving  ·  tools"),
     "hybrid_cache": (20, 20, 240, 46, "hybrid_cache"),
     "policies": (20, 122, 240, 46, "policies: registry, baselines"),
     "policies/hgca": (300, 122, 200, 46, "policies/hgca"),

@@ -133,7 +133,7 @@ class Found:
         self._base: HybridCache | None = None
         self._base_files = _Files() if entry is None else entry.files
         self.source = None if entry is None else source
-        self.cache = store._empty.fork() if entry is None else entry.cache.fork()
+        self.cache = store.new_cache() if entry is None else entry.cache.fork()
         if entry is not None:
             self._base = entry.cache
             if tokens < len(entry.ids):
@@ -203,6 +203,10 @@ class Found:
         if self._ended or self._store._closed:
             raise RuntimeError("call it before the block of open() ends and the store is closed")
 
+    def resume(self) -> None:
+        """Do not count the time since the last forward as work: other prompts were read meanwhile."""
+        self._count(worked=False)
+
     def _after_forward(self) -> None:
         """A forward of the cache has ended: keep what a killed process would have to read again, and the prompt."""
         self._count()
@@ -217,7 +221,7 @@ class Found:
         if ended and (enough or not store._crops):
             self._keep(tokens, at_once=enough)
         elif enough and tokens - self._kept >= store._segment_tokens:
-            store._try_to_save(self._keep(tokens), patience=2.0)
+            store._try_to_save(self._keep(tokens), segment=True)
             self._count(worked=False)
 
     def _count(self, *, worked: bool = True) -> None:
@@ -293,11 +297,15 @@ class PrefixStore:
         policy: as for `HybridCache`.
         max_bytes: most bytes on disk, within one entry.
         max_ram: most bytes of blocks in memory, within one entry.
-        tenant: entries of one tenant are not found by another.
+        tenant: entries of one tenant are not found by another; `open` takes one, too.
         tokenizer: its `decode` says how a text begins, for `hf-offload store ls`; None: nothing is said.
         segment_tokens: a long prompt that is read in chunks is saved whenever so many tokens are new.
         min_seconds: what took less to compute is not saved.
         knobs: further arguments of `HybridCache`.
+
+    Attributes:
+        saves: how many prompts and answers were saved; parts of long prompts are not counted.
+        evictions: how many were removed from disk since all exceeded `max_bytes`.
 
     Raises:
         ValueError: as `HybridCache`, an amount that is none, a folder that holds something else, or a model that
@@ -344,6 +352,7 @@ class PrefixStore:
         self._held: list[_Entry] = []
         self._disk: dict[Path, np.ndarray] = {}
         self._seen: dict[Path, int] = {}  # the time of a namespace's folder when its entries were listed
+        self.saves = self.evictions = 0
         self._clock = self._open = 0  # uses so far; prompts at work
         self._active = time.monotonic()
         self._urgent: list[_Entry] = []
@@ -360,7 +369,7 @@ class PrefixStore:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def open(self, input_ids: torch.Tensor | Sequence[int]) -> Iterator[Found]:
+    def open(self, input_ids: torch.Tensor | Sequence[int], *, tenant: str | None = None) -> Iterator[Found]:
         """Give a cache that holds as much of a prompt as any entry; at least two tokens are left to read.
 
         When the block ends, the prompt is kept, as far as it was read, also if it ends by an error. Within the block
@@ -368,6 +377,7 @@ class PrefixStore:
 
         Args:
             input_ids: the ids of the whole prompt, `[1, N]` or `[N]`: one row, no padding.
+            tenant: whose prompt it is; None: the store's tenant.
 
         Raises:
             ValueError: ids of several rows, of no token, or of images.
@@ -388,7 +398,8 @@ class PrefixStore:
         with self._lock:
             self._open += 1
             try:
-                found = self._find(ids, torch.from_numpy(ids.astype(np.int64))[None].to(device))
+                namespace = self._namespace(self._tenant if tenant is None else tenant)
+                found = self._find(namespace, ids, torch.from_numpy(ids.astype(np.int64))[None].to(device))
             except BaseException:
                 self._open -= 1
                 raise
@@ -404,6 +415,10 @@ class PrefixStore:
                     self._open, self._active = self._open - 1, time.monotonic()
                     self._changed.notify_all()
 
+    def new_cache(self) -> HybridCache:
+        """Return an empty cache with the store's policy and knobs."""
+        return self._empty.fork()
+
     def _check(self, ids: np.ndarray) -> None:
         if not len(ids):
             raise ValueError("input_ids holds no token; give the ids of the whole prompt")
@@ -417,8 +432,7 @@ class PrefixStore:
                         "for each"
                     )
 
-    def _find(self, ids: np.ndarray, input_ids: torch.Tensor) -> Found:
-        namespace = self._namespace()
+    def _find(self, namespace: Path, ids: np.ndarray, input_ids: torch.Tensor) -> Found:
         while True:
             self._list(namespace)
             held, tokens = self._longest(
@@ -455,13 +469,13 @@ class PrefixStore:
         common = int(other.argmax()) if other.any() else most
         return common if self._crops or common == len(have) else 0
 
-    def _namespace(self) -> Path:
-        """The folder of the caches that this model, as it is now, may continue from."""
+    def _namespace(self, tenant: str) -> Path:
+        """The folder of a tenant's caches that this model, as it is now, may continue from."""
         cache = self._empty
         knobs = {name: cache._knobs[name] for name in ("block_size", "host_dtype")}
         model = fingerprint(cache._config, cache._attachment.stack)
         policy = describe_policy(cache.policy)
-        identity = {"format": FORMAT, "model": model, "policy": policy, "knobs": knobs, "tenant": self._tenant}
+        identity = {"format": FORMAT, "model": model, "policy": policy, "knobs": knobs, "tenant": tenant}
         name = getattr(self._model.config, "_name_or_path", "") or type(self._model).__name__
         name = Path(name).name if os.path.exists(name) else name
         return entries.namespace_of(self.folder, identity, {"model": name, "policy": policy, "knobs": knobs})
@@ -564,6 +578,11 @@ class PrefixStore:
                         other += layer.state.nbytes
         return other + sum(slab.nbytes for pool in pools.values() for slab in (*pool.slabs, *pool.packed_slabs))
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the entries in the folder, of all models and policies, each file counted once."""
+        return entries.used_bytes(*entries.namespaces_in(self.folder))
+
     # --- entries on disk ----------------------------------------------------------------------------------------------
 
     def _wants_saving(self, entry: _Entry) -> bool:
@@ -586,12 +605,12 @@ class PrefixStore:
         while (entry := self._next()) is not None:
             self._try_to_save(entry)
 
-    def _try_to_save(self, entry: _Entry | None, patience: float = 30.0) -> None:
+    def _try_to_save(self, entry: _Entry | None, *, segment: bool = False) -> None:
         """Save an entry; the next `open` warns of an error, or `flush` raises it."""
         if entry is None:
             return
         try:
-            self._save(entry, patience)
+            self._save(entry, segment=segment)
         except Exception as error:
             with self._lock:
                 entry.failed, self._failed = True, error
@@ -609,7 +628,7 @@ class PrefixStore:
                 self._changed.wait(max(left, 0.1) if waiting and not self._open else None)
             return None
 
-    def _save(self, entry: _Entry, patience: float = 30.0) -> None:
+    def _save(self, entry: _Entry, *, segment: bool = False) -> None:
         with self._saving:
             with self._lock:
                 if entry.path is not None:
@@ -619,7 +638,7 @@ class PrefixStore:
             more = {entries.TOKENS: entries.token_bytes(entry.ids)}
             if self._tokenizer is not None:
                 more[entries.WORDS] = self._tokenizer.decode(entry.ids[:_WORDS].tolist()).encode()
-            with entries.locked(self.folder, patience) as alone:
+            with entries.locked(self.folder, 2.0 if segment else 30.0) as alone:
                 if not alone:
                     lock = str(self.folder / entries.LOCK)
                     raise OSError(errno.EBUSY, "another process saves and does not end; see what holds the lock", lock)
@@ -637,9 +656,9 @@ class PrefixStore:
                         other for other, ids in self._disk.items()
                         if other.parent == path.parent and other != path and _begins(entry.ids, ids)
                     ]  # fmt: skip
-                    if not self._crops:
-                        older = sorted(older, key=entries.last_use)[: max(len(older) + 1 - MOST_CHECKPOINTS, 0)]
-                    self._forget(entries.evict(self.folder, self._max_bytes, {path, *in_use}, older))
+                    gone = entries.evict(self.folder, self._max_bytes, {path, *in_use}, older)
+                    self.saves, self.evictions = self.saves + (not segment), self.evictions + len(gone) - len(older)
+                    self._forget(gone)
 
     def flush(self) -> None:
         """Save now all that is to be saved.

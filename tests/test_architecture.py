@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "attention": {"attention", "model", "cache", "blocks", "cpu", "gpu", *CONTRACT},
     "model": {"model", "attention.decode", "cache", "blocks", *CONTRACT},
     "graph": {"graph", "attention", "model", "cache", "blocks", "cpu", "gpu", *CONTRACT},
+    "serving": {"serving", "prefix_store", "model.hooks"},
     "tools/training": {
         "tools", "policies.fluxion", "attention.merge", "model.hooks", "blocks.digests", "files.fingerprint",
         "hybrid_cache",

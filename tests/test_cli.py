@@ -144,7 +144,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "is not installed: run" in said
 
 
-COMMANDS = ("plan", "tune", "profile", "train-fluxion")
+COMMANDS = ("plan", "tune", "profile", "train-fluxion", "serve")
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -299,6 +299,8 @@ def test_a_config_that_describes_no_model(tmp_path: Path, wrong: dict[str, Any],
         (("tune", "--tier", "three"), "tier='three' is not known; use one of one, split, or None"),
         (("train-fluxion", "--out", ".", "--tau", "3"), "tau=[3.0] are no deviations"),
         (("train-fluxion", "--out", ".", "--epochs", "0"), "epochs=0 is not a count"),
+        (("serve", "--max-context", "32m"), "context='32m' is not a number of tokens"),
+        (("serve", "--store-size", "much"), "store-size='much' is not an amount"),
         (("plan", "--polcy", "full"), "No such option: --polcy"),
         (("profile", "--tokens", "many"), "Invalid value for '--tokens'"),
         (("tune", "--predictor", "none.safetensors"), "none.safetensors"),

@@ -95,13 +95,13 @@ def normal(name: str) -> str:
     return re.sub(r"[._-]+", "-", name).lower()
 
 
-EVERYTHING = ("demo", "eval", "dev")
+EVERYTHING = ("demo", "eval", "dev", "serve")
 
 
 @pytest.mark.parametrize(
     ("folders", "extras", "optional"),
     [
-        (["hf_offload"], (), {"triton", "lm-eval"}),  # with torch for CUDA; for `hf_offload.lm_eval` alone
+        (["hf_offload"], ("serve",), {"triton", "lm-eval"}),  # with torch for CUDA; for `hf_offload.lm_eval` alone
         (["examples"], ("demo", "eval"), set()),
         (["eval"], ("demo", "eval"), {"llama-cpp-python", "llama-cpp"}),  # a peer, where it is installed
         (["tests", "eval", "examples", "docs"], EVERYTHING, {"llama-cpp-python", "llama-cpp"}),

@@ -117,6 +117,37 @@ def test_memory_and_disk_go_on_bit_for_bit_alike(model: PreTrainedModel, tmp_pat
         assert (scores(plain) - scores(ram)).abs().max() < 1e-4
 
 
+def test_tenants_of_one_store_share_its_memory_and_no_prefix(model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt, store = ids(100), make(tmp_path, model)
+    for tenant in ("", "one", "two"):
+        with store.open(prompt, tenant=tenant) as found:
+            assert found.tokens == 0
+            found.read()
+    store.flush()
+    assert store.saves == 3
+    assert store.disk_bytes > 0
+    for tenant, tokens in (("", 98), ("one", 98), ("two", 98), ("three", 0), (None, 98)):
+        with store.open(prompt, tenant=tenant) as found:
+            assert found.tokens == tokens
+    with make(tmp_path, model, tenant="one").open(prompt) as found:
+        assert (found.tokens, found.source) == (98, "disk")
+
+
+def test_time_between_turns_is_no_work(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model, min_seconds=1)
+    with store.open(ids(100)) as found:
+        time.sleep(1.1)
+        found.resume()
+        found.read()
+    store.flush()
+    assert store.saves == 0
+    with store.open(ids(100, 1)) as found:
+        time.sleep(1.1)
+        found.read()
+    store.flush()
+    assert store.saves == 1
+
+
 def test_the_longest_common_prefix_is_found_and_two_tokens_are_left(model: PreTrainedModel, tmp_path: Path) -> None:
     document, store = ids(200), make(tmp_path, model)
     for seed, count in ((1, 30), (2, 60)):

@@ -1,0 +1,401 @@
+"""The server over HTTP: answers in OpenAI's types, what is kept and for whom, what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from letters import letters
+from tiny import tiny_model
+
+from hf_offload import HybridCache, PrefixStore
+from hf_offload.model.hooks import cache_argument
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+types = pytest.importorskip("openai.types")
+from fastapi.testclient import TestClient  # noqa: E402
+from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
+
+from hf_offload.serving import app as serving  # noqa: E402
+from hf_offload.serving.app import Service, make_app  # noqa: E402
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.get('reasoning_content', '') }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CONTEXT = 900
+
+
+def tokenizer() -> Any:
+    made = letters()
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = tiny_model("llama")
+    made.config.max_position_embeddings = CONTEXT
+    return made
+
+
+@contextmanager
+def serve(model: Any, folder: Path, **options: Any) -> Iterator[TestClient]:
+    store = PrefixStore(folder, model, "full", block_size=16, min_seconds=0)
+    service = Service(model, tokenizer(), store, "tiny", **{"max_context": CONTEXT, **options})
+    client = TestClient(make_app(service), base_url="http://127.0.0.1", raise_server_exceptions=False)
+    client.service = service  # type: ignore[attr-defined]
+    try:
+        yield client
+    finally:
+        service.engine.stop()
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def client(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    with serve(model, tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "any", "messages": [{"role": "user", "content": text}], "max_tokens": 12, **more}
+
+
+def events(client: TestClient, path: str, body: dict[str, Any]) -> list[str]:
+    with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def test_a_chat_is_the_models_own_answer_and_is_found_again(client: TestClient, model: Any) -> None:
+    response = client.post("/v1/chat/completions", json=chat("Tell me a story about a king."))
+    found = ChatCompletion.model_validate(response.json(), strict=True)
+    ids = tokenizer()("[user]Tell me a story about a king.\n[assistant]", return_tensors="pt")["input_ids"]
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
+        **cache_argument(model, HybridCache(model, "full", block_size=16)),
+    )  # fmt: skip
+    text = tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert found.choices[0].message.content == text
+    assert (found.model, found.choices[0].finish_reason) == ("any", "length")
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (ids.shape[1], 12)
+    again = client.post("/v1/chat/completions", json=chat("Tell me a story about a king.")).json()
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": ids.shape[1] - 2}
+    assert again["choices"][0]["message"] == {"role": "assistant", "content": text}
+
+
+def test_a_stream_gives_the_same_in_parts(client: TestClient) -> None:
+    whole = client.post("/v1/chat/completions", json=chat("What is a sea?")).json()
+    lines = events(client, "/v1/chat/completions", chat("What is a sea?", stream_options={"include_usage": True}))
+    assert lines[-1] == "[DONE]"
+    parts = [ChatCompletionChunk.model_validate(json.loads(line), strict=True) for line in lines[:-1]]
+    assert parts[0].choices[0].delta.role == "assistant"
+    text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
+    assert text == whole["choices"][0]["message"]["content"]
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-1].choices == []
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.completion_tokens == 12
+    plain = [json.loads(line) for line in events(client, "/v1/chat/completions", chat("What is a sea?"))[:-1]]
+    assert not any("usage" in part for part in plain)
+
+
+def test_completions(client: TestClient) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 8}
+    found = types.Completion.model_validate(client.post("/v1/completions", json=body).json(), strict=True)
+    ids = tokenizer()("Once upon a time")["input_ids"]
+    for prompt in (["Once upon a time"], ids, [ids]):
+        same = client.post("/v1/completions", json={**body, "prompt": prompt}).json()
+        assert same["choices"][0]["text"] == found.choices[0].text
+    single = client.post("/v1/completions", json={**body, "prompt": "O"}).json()
+    assert (single["usage"]["prompt_tokens"], single["usage"]["completion_tokens"]) == (1, 8)
+    lines = events(client, "/v1/completions", body)
+    parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert "".join(part["text"] for part in parts) == found.choices[0].text
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+
+
+def test_a_stop_sequence_ends_an_answer(client: TestClient) -> None:
+    whole = client.post("/v1/chat/completions", json=chat("A list of words")).json()["choices"][0]["message"]["content"]
+    stop = whole[4:6]
+    body = chat("A list of words", stop=stop)
+    found = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert found["message"]["content"] == whole[: whole.index(stop)]
+    assert found["finish_reason"] == "stop"
+    parts = [json.loads(line) for line in events(client, "/v1/chat/completions", body)[:-1]]
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == found["message"]["content"]
+
+
+def test_seeds_give_the_same_answer_beside_others(client: TestClient) -> None:
+    def ask(seed: int, found: list[str]) -> None:
+        body = chat("Roll the dice", temperature=1.5, seed=seed, max_tokens=30)
+        found.append(client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+
+    alone: list[list[str]] = [[], [], []]
+    for seed, found in enumerate(alone):
+        ask(seed, found)
+    both: list[list[str]] = [[], [], []]
+    threads = [threading.Thread(target=ask, args=(seed, found)) for seed, found in enumerate(both)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert alone == both
+    assert len({found[0] for found in alone}) == 3
+
+
+def test_a_document_that_was_read_ahead(client: TestClient) -> None:
+    system = {"role": "system", "content": "The document. " * 20}
+    first = client.post("/v1/prefixes", json={"messages": [system]}).json()
+    assert first["object"] == "prefix"
+    assert first["cached_tokens"] < 20
+    asked = chat("What is it?")
+    asked["messages"].insert(0, system)
+    usage = client.post("/v1/chat/completions", json=asked).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == first["tokens"]
+    second = client.post("/v1/prefixes", json={"prompt": "[system]" + system["content"]}).json()
+    assert second["cached_tokens"] == second["tokens"] - 2
+
+
+def test_earlier_reasoning_is_handed_to_the_template(client: TestClient) -> None:
+    messages = [{"role": "assistant", "reasoning_content": "x" * 40, "content": "y"}, {"role": "user", "content": "z"}]
+    usage = client.post("/v1/chat/completions", json=chat("") | {"messages": messages}).json()["usage"]
+    assert usage["prompt_tokens"] == len("[assistant]" + "x" * 40 + "y\n[user]z\n[assistant]")
+
+
+def test_parts_tools_and_calls_of_earlier_turns(client: TestClient) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = chat("") | {"messages": messages, "tools": tools, "tool_choice": "auto"}
+    with_tools = client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
+    without = client.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).json()["usage"]["prompt_tokens"]
+    assert without == len("[user]one\ntwo\n[assistant]\n[tool]3\n[assistant]")
+    assert with_tools > without
+
+
+def test_models_health_and_metrics(client: TestClient) -> None:
+    listed = client.get("/v1/models").json()
+    assert [types.Model.model_validate(each).id for each in listed["data"]] == ["tiny"]
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
+    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    client.post("/v1/chat/completions", json=chat("count me"))
+    assert client.get("/health").json() == {"status": "ok"}
+    text = client.get("/metrics").text
+    numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    for name in ("prompt_tokens_total", "cached_tokens_total", "generated_tokens_total", "store_ram_bytes"):
+        assert float(numbers[f"hf_offload_{name}"]) > 0, name
+    assert float(numbers["hf_offload_first_token_seconds_count"]) >= 1
+    assert float(numbers["hf_offload_first_token_seconds_sum"]) > 0
+    assert numbers["hf_offload_chats_running"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"generation_config": "{}"}, "generation_config"),
+        ({"prompt": "x"}, "prompt"),
+        ({"tempereature": 1}, "tempereature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"seed": 1 << 80}, "seed"),
+        ({"stop": 3}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"other": 1}}, "stream_options"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"tools": ["f"]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [3]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+    ],
+    ids=str,
+)
+def test_what_is_not_honoured_is_refused_by_name(client: TestClient, change: dict[str, Any], param: str) -> None:
+    response = client.post("/v1/chat/completions", json=chat("hello") | change)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param in error["message"]
+
+
+def test_values_that_ask_for_nothing_are_taken(client: TestClient) -> None:
+    more = {
+        "n": 1, "logprobs": False, "response_format": {"type": "text"}, "user": "u", "metadata": {}, "seed": None,
+        "presence_penalty": 0, "frequency_penalty": 0, "store": False, "prompt_cache_key": "k", "top_k": -1,
+    }  # fmt: skip
+    assert client.post("/v1/chat/completions", json=chat("hello", **more)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/prefixes"])
+def test_bodies_that_are_none(client: TestClient, path: str) -> None:
+    for content in (b"", b"{", b"[]", b"3", b"{}", b"\xff"):
+        response = client.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400, content
+        assert response.json()["error"]["message"]
+    assert client.get(path).status_code == 405
+    assert client.get(path).json()["error"]["type"] == "invalid_request_error"
+    assert client.get("/nothing").json()["error"]["message"] == "Not Found"
+
+
+def test_a_prompt_that_is_too_long(client: TestClient) -> None:
+    response = client.post("/v1/chat/completions", json=chat("x" * CONTEXT))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    fits = client.post("/v1/chat/completions", json=chat("x" * (CONTEXT - 25), max_tokens=5000))
+    assert fits.json()["usage"]["total_tokens"] == CONTEXT
+    assert fits.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_other_pages_and_bodies_are_refused(client: TestClient) -> None:
+    for host, status in (
+        ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("LOCALHOST", 200), ("evil.com", 403),
+        ("evil.com:8000", 403), ("", 403), ("127.0.0.1.evil.com", 403), ("localhost.", 403),
+    ):  # fmt: skip
+        assert client.get("/v1/models", headers={"host": host}).status_code == status, host
+    for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 415), ("", 415)):
+        content = json.dumps(chat("hello"))
+        response = client.post("/v1/chat/completions", content=content, headers={"content-type": kind})
+        assert response.status_code == status, kind
+    response = client.options("/v1/models", headers={"origin": "http://a.com", "access-control-request-method": "GET"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_pages_that_may_ask(model: Any, tmp_path: Path) -> None:
+    with serve(model, tmp_path, origins=["http://a.com"]) as client:
+        asked = {"origin": "http://a.com", "access-control-request-method": "POST"}
+        assert client.options("/v1/models", headers=asked).headers["access-control-allow-origin"] == "http://a.com"
+
+
+def test_keys_are_tenants(model: Any, tmp_path: Path) -> None:
+    with serve(model, tmp_path, keys=["one", "two"]) as client:
+
+        def ask(key: str, **more: Any) -> int:
+            response = client.post(
+                "/v1/chat/completions", json=chat("a secret text", **more), headers={"authorization": f"Bearer {key}"}
+            )
+            found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        assert [ask("one"), ask("two"), ask("one", cache_salt="s")] == [0, 0, 0]
+        assert min(ask("one"), ask("two"), ask("one", cache_salt="s")) > 10
+        for headers in (
+            {},
+            {"authorization": "Bearer three"},
+            {"authorization": "one"},
+            {"authorization": "Basic one"},
+        ):
+            response = client.post("/v1/chat/completions", json=chat("hello"), headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert client.get("/metrics", headers=headers).status_code == 401
+        assert client.get("/health").status_code in (200, 503)
+
+
+class Held:
+    """A model whose forwards wait for a permit each, once it is held."""
+
+    def __init__(self, model: Any) -> None:
+        self.permits, self.sizes = threading.Semaphore(0), list[int]()
+        self._handle = model.register_forward_pre_hook(self._wait, with_kwargs=True)
+
+    def _wait(self, _: Any, args: Any, kwargs: Any) -> None:
+        self.sizes.append(args[0].shape[1])
+        assert self.permits.acquire(timeout=60)
+
+    def let_go(self) -> None:
+        self.permits.release(1000)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def until(true: Callable[[], Any]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_full_queue_and_turns(model: Any, tmp_path: Path) -> None:
+    with serve(model, tmp_path, chats=2, queue=1) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        held, codes, engine = Held(model), list[int](), client.service.engine  # type: ignore[attr-defined]
+        try:
+            for number in range(3):
+                body = chat("some text" * number, max_tokens=3)
+                ask = lambda body=body: codes.append(client.post("/v1/chat/completions", json=body).status_code)  # noqa: E731
+                threading.Thread(target=ask, daemon=True).start()
+                until(lambda number=number: len(engine.running) + len(engine.waiting) > number)
+            refused = client.post("/v1/chat/completions", json=chat("more"))
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            text = client.get("/metrics").text
+            assert "hf_offload_chats_running 1" in text  # the others are let in at the next turn
+            assert "hf_offload_chats_waiting 2" in text
+        finally:
+            held.let_go()
+        until(lambda: len(codes) == 3)
+        assert codes == [200] * 3
+        held.remove()
+        first, second, *others = held.sizes  # the prompts of two chats, their answers in turns, then the third's
+        assert first == len("[user]\n[assistant]")
+        assert second == len("some text\n[assistant]")
+        assert others[:4] == [1] * 4
+        assert others[4] > 1
+
+
+def test_a_server_that_stops_ends_its_chats_and_keeps_what_was_read(model: Any, tmp_path: Path) -> None:
+    with serve(model, tmp_path) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        found = list[Any]()
+        body = chat("a long text " * 10, max_tokens=400)
+        thread = threading.Thread(target=lambda: found.append(client.post("/v1/chat/completions", json=body)))
+        thread.start()
+        engine = client.service.engine  # type: ignore[attr-defined]
+        until(lambda: engine.running and len(engine.running[0][0].drawn) > 3)
+        engine.stop()
+        thread.join()
+        assert found[0].status_code == 503
+        assert client.post("/v1/chat/completions", json=body).status_code == 503
+    with serve(model, tmp_path) as client:
+        usage = client.post("/v1/chat/completions", json=chat("a long text " * 10)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
+
+
+def test_a_long_prompt_is_read_in_chunks_and_pings(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "PING", 0.01)
+    with serve(model, tmp_path) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        sizes = list[int]()
+        hook = model.register_forward_pre_hook(lambda _, args: (sizes.append(args[0].shape[1]), time.sleep(0.05))[1])
+        try:
+            lines = events(client, "/v1/chat/completions", chat("x" * 800, max_tokens=2))
+        finally:
+            hook.remove()
+        assert ": ping" in lines
+        assert sum(size for size in sizes if size > 1) == len("[user]\n[assistant]") + 800
+        assert min(size for size in sizes if size > 1) >= 2
+        assert sizes.count(1) == 1

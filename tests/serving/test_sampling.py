@@ -1,0 +1,65 @@
+"""Sampling: as Transformers' `generate`, OpenAI's penalties, a seed for each answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import GenerationConfig
+
+from hf_offload.serving.requests import Prompted
+from hf_offload.serving.sampling import Sampler
+
+
+def scores(seed: int = 0) -> torch.Tensor:
+    return torch.randn(1, 50, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draws(how: dict[str, Any], count: int = 200) -> list[int]:
+    sampler = Sampler({"temperature": 1.0, "seed": 5} | how, torch.tensor([[1, 2, 3]]))
+    return [sampler.draw(scores()) for _ in range(count)]
+
+
+def test_a_seed_gives_the_same_draws_whatever_else_draws() -> None:
+    first = draws({})
+    torch.manual_seed(1)
+    assert draws({}) == first
+    assert draws({"seed": 6}) != first
+    assert len(set(draws({"temperature": 0.0}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "most"), [({"top_k": 3}, 3), ({"top_p": 0.1}, 3), ({"min_p": 0.9}, 3), ({"top_p": 0}, 1)]
+)
+def test_few_tokens_are_drawn_from(how: dict[str, Any], most: int) -> None:
+    assert 1 <= len(set(draws(how))) <= most
+
+
+def test_penalties_and_biases() -> None:
+    first = int(scores().argmax())
+    assert draws({"temperature": 0, "logit_bias": {first: -100}}, 1) != [first]
+    assert draws({"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 2.0}, 9).count(first) < 9
+    assert len(set(draws({"temperature": 0, "repetition_penalty": 50.0}, 2))) == 2
+
+
+def test_the_models_own_defaults() -> None:
+    asked, none = Prompted(prompt="x"), {"logit_bias": {}}
+    assert asked.sampling(GenerationConfig(), 9) == {"temperature": 0.0} | none
+    sampled = GenerationConfig(do_sample=True, top_k=7)
+    assert asked.sampling(sampled, 9) == {"temperature": 1.0, "top_k": 7} | none
+    more = Prompted(prompt="x", temperature=0, top_k=3, logit_bias={"8": 1.5}, seed=2)
+    wanted = {"temperature": 0, "top_k": 3, "logit_bias": {8: 1.5}, "seed": 2}
+    assert more.sampling(sampled, 9) == wanted
+
+
+def test_greedy_with_a_penalty_is_that_of_generate() -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    out = model.generate(prompt, max_new_tokens=6, do_sample=False, repetition_penalty=1.5)
+    sampler, ids = Sampler({"temperature": 0, "repetition_penalty": 1.5}, prompt), prompt
+    with torch.no_grad():
+        for _ in range(6):
+            ids = torch.cat((ids, torch.tensor([[sampler.draw(model(ids).logits[:, -1])]])), 1)
+    assert torch.equal(ids, out)

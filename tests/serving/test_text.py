@@ -1,0 +1,101 @@
+"""Text of answers: stop sequences, reasoning, tool calls, characters whose bytes come one by one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from letters import letters
+from transformers import PreTrainedTokenizerBase
+
+from hf_offload.serving.text import Answer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}},
+    }
+]
+
+
+def deltas(text: str, **options: Any) -> tuple[list[dict[str, Any]], Answer]:
+    tokenizer = letters()
+    answer = Answer(tokenizer, **options)
+    found = [delta for token in tokenizer(text)["input_ids"] for delta in answer.add(token)]
+    return [*found, *answer.end()], answer
+
+
+def text_of(found: list[dict[str, Any]], name: str = "content") -> str:
+    return "".join(delta.get(name, "") for delta in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "given"),
+    [
+        ("one two three", [], "one two three"),
+        ("one two three", ["two"], "one "),
+        ("one two three", ["three", "two"], "one "),
+        ("one twtwo three", ["two"], "one tw"),
+        ("one tw", ["two"], "one tw"),
+        ("aab", ["aab"], ""),
+        ("a\n\nb", ["\n\n"], "a"),
+    ],
+)
+def test_a_stop_sequence_is_not_given(text: str, stop: list[str], given: str) -> None:
+    found, answer = deltas(text, stop=stop)
+    assert text_of(found) == given
+    assert answer.stopped == (given != text)
+
+
+def test_nothing_is_held_back_that_can_be_no_stop() -> None:
+    tokenizer = letters()
+    answer = Answer(tokenizer, stop=["xyz"])
+    given = [text_of(answer.add(token)) for token in tokenizer("axybz")["input_ids"]]
+    assert given == ["a", "", "", "xyb", "z"]
+
+
+def test_reasoning_is_told_apart() -> None:
+    found, _ = deltas("<think>\nWhy?\n</think>\n\nBecause < that.", thinks=True)
+    assert (text_of(found, "reasoning_content"), text_of(found)) == ("Why?\n", "Because < that.")
+    found, _ = deltas("Why?</think>So.", thinks=True, within=True)
+    assert (text_of(found, "reasoning_content"), text_of(found)) == ("Why?", "So.")
+    found, _ = deltas("<think>Why?", thinks=False)
+    assert text_of(found) == "<think>Why?"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "add", "arguments": {"a": 1, "b": "2"}}',
+        "<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>",
+    ],
+    ids=["json", "tags"],
+)
+def test_tool_calls(call: str) -> None:
+    found, answer = deltas(f"Well.\n<tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>", tools=TOOLS)
+    calls = [each for delta in found for each in delta.get("tool_calls", [])]
+    assert [each["index"] for each in calls] == [0, 1]
+    assert answer.calls == 2
+    assert {each["function"]["name"] for each in calls} == {"add"}
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "2"}
+    assert text_of(found) == "Well.\n"
+
+
+@pytest.mark.parametrize("call", ["{broken", '["a"]', '{"name": "add", "arguments": 3}'])
+def test_what_is_no_tool_call_is_text(call: str) -> None:
+    found, answer = deltas(f"<tool_call>{call}</tool_call>", tools=TOOLS)
+    assert text_of(found) == f"<tool_call>{call}</tool_call>"
+    found, answer = deltas(f"<tool_call>{call}", tools=TOOLS)
+    assert text_of(found) == f"<tool_call>{call}"
+    assert not answer.calls
+
+
+def test_a_character_of_several_tokens_comes_whole(smollm2: tuple[Any, PreTrainedTokenizerBase]) -> None:
+    _, tokenizer = smollm2
+    text = "Grüße, 世界! 🙂🙂  two  spaces\nand é"
+    answer = Answer(tokenizer)
+    parts = [text_of(answer.add(token)) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert sum(map(bool, parts)) > 10
