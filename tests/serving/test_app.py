@@ -362,7 +362,7 @@ def test_a_full_queue_and_turns(model: Any, tmp_path: Path) -> None:
         held.remove()
         first, second, *others = held.sizes  # the prompts of two chats, their answers in turns, then the third's
         assert first == len("[user]\n[assistant]")
-        assert second == len("some text\n[assistant]")
+        assert second == len("[user]some text\n[assistant]")
         assert others[:4] == [1] * 4
         assert others[4] > 1
 
