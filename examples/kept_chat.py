@@ -18,8 +18,6 @@ from transformers import TextStreamer
 
 import hf_offload
 
-QUESTION = "What is this text about?"
-
 
 def answer(model: str | None, file: Path | None, question: str) -> None:
     lm, tokenizer = hf_offload.load_demo_model(model, attn_implementation="hybrid_sparse")
@@ -42,7 +40,7 @@ def answer(model: str | None, file: Path | None, question: str) -> None:
 def main(
     model: Annotated[str | None, typer.Option(help="A chat model: hub name or folder (SmolLM2 if none).")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Your document.")] = None,
-    question: Annotated[str, typer.Option(help="Your question.")] = QUESTION,
+    question: Annotated[str, typer.Option(help="Your question.")] = "What is this text about?",
     child: Annotated[bool, typer.Option("--child", hidden=True)] = False,
 ) -> None:
     if child:

@@ -367,7 +367,7 @@ class HybridCache(Cache):
         with self.alone():
             lengths = [layer.past for layer in hybrid_layers(self)] or [self.get_seq_length()]
             tokens = max(tokens, -max(lengths))
-            if tokens < 0:
+            if tokens:
                 self.transaction.crop(tokens, max(min(lengths) + tokens, 0))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
