@@ -656,6 +656,8 @@ class PrefixStore:
                         other for other, ids in self._disk.items()
                         if other.parent == path.parent and other != path and _begins(entry.ids, ids)
                     ]  # fmt: skip
+                    if not self._crops:
+                        older = sorted(older, key=entries.last_use)[: max(len(older) + 1 - MOST_CHECKPOINTS, 0)]
                     gone = entries.evict(self.folder, self._max_bytes, {path, *in_use}, older)
                     self.saves, self.evictions = self.saves + (not segment), self.evictions + len(gone) - len(older)
                     self._forget(gone)

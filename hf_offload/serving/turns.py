@@ -151,7 +151,7 @@ class Engine:
         """Read a prompt and draw its answer, a forward between two yields."""
         with self._store.open(chat.ids, tenant=chat.tenant) as found:
             chat.cached = first = found.tokens
-            count, logits = FIRST, torch.empty(0)
+            count, logits = FIRST, torch.empty(0, dtype=torch.float32, device="cpu")
             while (left := len(chat.ids) - first) > 0:
                 size = left if left <= count + 1 else count  # a single token would be a decode step
                 start = time.perf_counter()
@@ -163,12 +163,13 @@ class Engine:
             try:
                 yield from self._draw(chat, found, logits) if chat.most else ()
             except GeneratorExit:  # the client has left, or the server stops
-                found.keep(torch.tensor([[*chat.ids, *chat.drawn]]))
+                found.keep([[*chat.ids, *chat.drawn]])
                 raise
-            found.keep(torch.tensor([[*chat.ids, *chat.drawn]]))
+            found.keep([[*chat.ids, *chat.drawn]])
 
     def _draw(self, chat: Chat, found: Found, logits: torch.Tensor) -> Work:
-        sampler, answer = Sampler(chat.how, torch.tensor([chat.ids], device=logits.device)), chat.answer
+        ids = torch.tensor([chat.ids], dtype=torch.int64, device=logits.device)
+        sampler, answer = Sampler(chat.how, ids), chat.answer
         while True:
             chat.drawn.append(sampler.draw(logits))
             ended = chat.drawn[-1] in self._eos
@@ -188,7 +189,7 @@ class Engine:
 
     def _logits(self, cache: Any, ids: Sequence[int]) -> torch.Tensor:
         """The logits `[1, vocabulary]` after some tokens."""
-        given = torch.tensor([ids], device=self._model.device)
+        given = torch.tensor([ids], dtype=torch.int64, device=self._model.device)
         logits: torch.Tensor = self._model(given, **self._last_alone, **cache_argument(self._model, cache)).logits
         return logits[:, -1]
 
