@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -48,24 +48,6 @@ _MEDIA = ("image", "video", "audio")
 _Key = TypeVar("_Key")
 
 
-@dataclass(slots=True)
-class _Files:
-    """Where the blocks of an entry are on disk.
-
-    Args:
-        segments: the entry's own, if it is saved and its cache is held.
-        older: those that it shares with the entry from which it was forked.
-    """
-
-    segments: list[Segment] = field(default_factory=list)
-    older: list[Segment] = field(default_factory=list)
-
-    @property
-    def known(self) -> list[Segment]:
-        """The segments with blocks of the entry."""
-        return self.segments or self.older
-
-
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A cache in memory. Nobody runs it; `open` forks it.
@@ -74,10 +56,8 @@ class _Entry:
         namespace: the folder of the caches like it.
         ids: its tokens, int32 `[T]`.
         cache: the cache.
-        files: where its blocks are on disk.
-        base: a cache that has not changed since this one was forked from it; None: there is none, or it is no use any
-            more, as the entry is saved.
-        base_files: where the blocks of `base` are.
+        base: the entry from which it was forked, until it is saved itself.
+        segments: where its blocks are on disk, once it is saved.
         seconds: how long it took to compute what is not on disk.
         path: its folder, if it is saved; failed: whether a save has failed; evicted: whether its folder was removed and
             it has not been used since.
@@ -88,9 +68,8 @@ class _Entry:
     namespace: Path
     ids: np.ndarray
     cache: HybridCache
-    files: _Files = field(default_factory=_Files)
-    base: HybridCache | None = None
-    base_files: _Files = field(default_factory=_Files)
+    base: _Entry | None = None
+    segments: list[Segment] = field(default_factory=list)
     seconds: float = 0.0
     path: Path | None = None
     failed: bool = False
@@ -103,15 +82,18 @@ class _Entry:
         return self.namespace == other.namespace and _begins(self.ids, other.ids)
 
     def shared(self) -> list[Segment]:
-        """The segments with blocks of `base`; of their blocks those that it still holds."""
-        if self.base is None:
+        """The segments of the nearest entry it comes from that is saved; of their blocks those that both hold."""
+        base = self.base
+        while base is not None and not base.segments:
+            base = base.base
+        if base is None:
             return []
-        pairs = zip(hybrid_layers(self.base), hybrid_layers(self.cache), strict=True)
+        pairs = zip(hybrid_layers(base.cache), hybrid_layers(self.cache), strict=True)
         stores = {
             one.index: one.store for one, other in pairs
             if one.store is not None and other.store is not None and one.store.pool is other.store.pool
         }  # fmt: skip
-        return held_by(self.base_files.known, stores)
+        return held_by(base.segments, stores)
 
 
 class Found:
@@ -129,16 +111,13 @@ class Found:
         tokens: int, source: str,
     ) -> None:  # fmt: skip
         self._store, self._namespace, self._ids, self._input_ids = store, namespace, ids, input_ids
-        self._entry, self.tokens, self._kept = entry, tokens, tokens
-        self._base: HybridCache | None = None
-        self._base_files = _Files() if entry is None else entry.files
+        self._entry = self._base = entry
+        self.tokens = self._kept = tokens
         self.source = None if entry is None else source
         self.cache = store.new_cache() if entry is None else entry.cache.fork()
         if entry is not None:
-            self._base = entry.cache
             if tokens < len(entry.ids):
                 self.cache.crop(tokens - len(entry.ids))
-                self._base = self.cache.fork()
             entry.users += 1
         self.cache.after_forward = self._after_forward
         self._adapters: dict[str, int] | None = active_adapters(self.cache._attachment.stack)
@@ -243,16 +222,14 @@ class Found:
         cache = self.cache.fork()
         if tokens < cache.get_seq_length():
             cache.crop(tokens - cache.get_seq_length())
-        entry = _Entry(self._namespace, self._ids[:tokens], cache, seconds=self._unsaved)
-        entry.base, entry.base_files = self._base, self._base_files
-        entry.files.older = entry.shared()
+        entry = _Entry(self._namespace, self._ids[:tokens], cache, self._base, seconds=self._unsaved)
         with self._store._lock:
             if self._entry is not None:
                 self._entry.users -= 1
             self._entry = self._store._insert(entry, at_once=at_once)
             self._entry.users += 1
         if self._entry is entry:  # else it is of another cache
-            self._base, self._base_files = entry.cache, entry.files
+            self._base = entry
         self._seconds = 0.0
         return entry
 
@@ -351,7 +328,6 @@ class PrefixStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._held: list[_Entry] = []
         self._disk: dict[Path, np.ndarray] = {}
-        self._seen: dict[Path, int] = {}  # the time of a namespace's folder when its entries were listed
         self.saves = self.evictions = 0
         self._clock = self._open = 0  # uses so far; prompts at work
         self._active = time.monotonic()
@@ -433,27 +409,25 @@ class PrefixStore:
                     )
 
     def _find(self, namespace: Path, ids: np.ndarray, input_ids: torch.Tensor) -> Found:
+        self._list(namespace)
+        in_memory = {entry: entry.ids for entry in self._held if entry.namespace == namespace}
+        best_held = self._longest(in_memory, ids, of_all=0)
+        (held, tokens), source = best_held, "ram"
         while True:
-            self._list(namespace)
-            held, tokens = self._longest(
-                {entry: entry.ids for entry in self._held if entry.namespace == namespace}, ids, of_all=0
-            )
-            stored_ids = {path: have for path, have in self._disk.items() if path.parent == namespace}
-            best = self._longest(stored_ids, ids, of_all=_OF_ALL)
-            path, stored = best
-            source = "ram"
-            if path is not None and stored > tokens:
-                held, tokens, source = self._load(path), stored, "disk"
-                if held is None:
-                    continue
-            break
+            on_disk = {path: have for path, have in self._disk.items() if path.parent == namespace}
+            best = self._longest(on_disk, ids, of_all=_OF_ALL)
+            if best[0] is None or best[1] <= tokens:
+                break
+            if (loaded := self._load(best[0])) is not None:
+                held, tokens, source = loaded, best[1], "disk"
         if held is not None:
             self._use(held)
         return Found(self, namespace, ids, input_ids, held, tokens, source)
 
-    def _longest(self, entries: dict[_Key, np.ndarray], ids: np.ndarray, of_all: float) -> tuple[_Key | None, int]:
+    def _longest(self, entries: Mapping[_Key, np.ndarray], ids: np.ndarray, of_all: float) -> tuple[_Key | None, int]:
         """The entry from which a prompt may take most tokens, at least a block and this share of it; their number."""
-        best, most = None, 0
+        best: _Key | None = None
+        most = 0
         for key, have in entries.items():
             tokens = self._usable(have, ids)
             if tokens > most and tokens >= max(self._empty.settings.block_size, of_all * len(have)):
@@ -482,13 +456,6 @@ class PrefixStore:
 
     def _list(self, namespace: Path) -> None:
         """Read the tokens of entries that have come since the folder was last listed; forget those that are gone."""
-        try:
-            now = namespace.stat().st_mtime_ns
-        except OSError:
-            now = -1
-        if self._seen.get(namespace) == now:
-            return
-        self._seen[namespace] = now
         there = set(entries.entries_in(namespace))
         self._forget({path for path in self._disk if path.parent == namespace} - there)
         for path in there - self._disk.keys():
@@ -515,7 +482,7 @@ class PrefixStore:
                 self._discard(path)
             return None
         self._disk[path] = ids
-        return self._insert(_Entry(path.parent, ids, cache, _Files(segments), path=path))
+        return self._insert(_Entry(path.parent, ids, cache, segments=segments, path=path))
 
     def _discard(self, path: Path) -> None:
         """Remove a damaged entry, unless the folder cannot be written or somebody is saving."""
@@ -536,6 +503,9 @@ class PrefixStore:
             else:
                 before = sorted((other for other in alike if entry.continues(other)), key=lambda other: other.used)
                 drop = before if self._crops else before[: max(len(before) + 1 - MOST_CHECKPOINTS, 0)]
+                base = entry.base
+                if base is not None and base in drop and not base.segments and not self._wants_saving(base):
+                    entry.base = base.base  # its blocks will not be on disk
                 self._held = [*(other for other in self._held if other not in drop), entry]
             self._use(entry)
             self._evict(entry)
@@ -646,10 +616,13 @@ class PrefixStore:
                 if entries.read_tokens(path) is None:  # else another process has saved it
                     entries.remove(path)
                     segments = cache.save_segments(path, shared, more)
-                    os.utime(path.parent)  # others list it again
                 with self._lock:
-                    entry.path, entry.seconds, entry.base, entry.base_files = path, 0.0, None, _Files()
-                    entry.files.segments = segments
+                    entry.path, entry.seconds, entry.base, entry.segments = (
+                        path,
+                        0.0,
+                        None if segments else entry.base,
+                        segments,
+                    )
                     self._disk[path] = entry.ids
                     in_use = {other.path for other in self._held if other.users and other.path is not None}
                     older = [

@@ -13,7 +13,7 @@ from hf_offload.blocks.block_store import TABLE_STEP
 from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.blocks.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
-from hf_offload.cache.memory_budget import MOST_BLOCKS, MOST_EXCHANGED, least_blocks, most_blocks
+from hf_offload.cache.memory_budget import MOST_BLOCKS
 from hf_offload.cache.settings import Settings
 from hf_offload.fields import (
     Check,
@@ -24,7 +24,6 @@ from hf_offload.fields import (
     count,
     is_a,
     list_of,
-    mapping_of,
     optional,
     prefixed,
 )
@@ -35,6 +34,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 RESIDENT = ("block_of", "worth", "known")
 """Tensors of a layer's resident set."""
 _DIMS = range(16, 257, 16)
+_SLOTS = range(1, MOST_BLOCKS + 1)
 _KNOBS = ("tier", "block_size", "resident", "device_budget", "host_dtype", "prefill_tile", "cuda_graph")
 
 
@@ -51,15 +51,6 @@ def _scalar(name: str, value: Any) -> None:
 def _segment(name: str, value: Any) -> None:
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise ValueError(f"{name}={shown(value)} is no name of a segment")
-
-
-def _model(name: str, value: Any) -> None:
-    checksum = count(0, 2**32 - 1)
-    weights = partial(mapping_of, optional(checksum))
-    checks: dict[str, Check] = {"config": partial(is_a, dict), "weights": weights}
-    if isinstance(value, dict) and "adapters" in value:  # of a model with adapters alone
-        checks["adapters"] = partial(mapping_of, checksum)
-    check_mapping(name, value, checks)
 
 
 _positive = partial(check_number, what="a factor", above=0, most=1e9)
@@ -88,7 +79,7 @@ def check_about(about: Any) -> None:
         "format": count(0),
         "policy": partial(check_mapping, checks={"name": partial(is_a, str), "knobs": partial(is_a, dict)}),
         "knobs": partial(check_mapping, checks=dict.fromkeys(_KNOBS, _scalar)),
-        "model": _model,
+        "model": partial(is_a, dict),
         "segments": partial(list_of, _segment),
         "layers": partial(list_of, _layer),
         "dense": check_flag,
@@ -117,7 +108,7 @@ def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, 
     width = table.shape[1] if table is not None and table.ndim == 2 else 0
     return LayerSizes(
         told["batch"], heads, query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"], width,
-        told["placed"], range(1, MOST_BLOCKS + 1),
+        told["placed"], _SLOTS,
     )  # fmt: skip
 
 
@@ -171,14 +162,13 @@ def layer_fields(
         window = range(1, min(told["queries_end"], policy.requirements.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
     if "block_of" in found:
-        slots = _slots(settings, sizes)
         fields |= {
-            "block_of": Field(torch.int32, (*sizes.lines, slots), -1, blocks + 1),
+            "block_of": Field(torch.int32, (*sizes.lines, _SLOTS), -1, blocks + 1),
             "worth": Field(torch.float32, (*sizes.lines, range(sizes.width + 1))),
             "known": Field(torch.int32, (1,), 0, sizes.full_blocks),
         }
         held = found["block_of"].shape[-1:]
-        sizes = sizes._replace(slots=range(held[0], held[0] + 1) if sizes.placed and held else slots)
+        sizes = sizes._replace(slots=range(held[0], held[0] + 1) if sizes.placed and held else _SLOTS)
     if any(name.startswith("state.") for name in found):
         fields |= prefixed("state.", policy.state_fields(sizes))
     return fields
@@ -196,7 +186,7 @@ def check_state(layer: HybridLayer) -> None:
         return
     sizes = LayerSizes(
         store.batch, store.num_kv_heads, range(1, MOST), store.head_dim, store.block_size, store.dtype, store.length,
-        store.table.shape[1], not layer.unplaced, range(1, MOST_BLOCKS + 1),
+        store.table.shape[1], not layer.unplaced, _SLOTS,
     )  # fmt: skip
     try:
         check_tensors("", tensors, layer.policy.state_fields(sizes))
@@ -206,20 +196,6 @@ def check_state(layer: HybridLayer) -> None:
             f"what {name} remembers of layer {layer.index} could not be loaded: {error}; {name}.state_fields must "
             f"describe what {type(layer.state).__name__}.tensors gives"
         ) from None
-
-
-def _slots(settings: Settings, sizes: LayerSizes) -> range:
-    """The allowed numbers of resident blocks for each row and KV head."""
-    policy, budget, size = settings.policy, settings.device_budget, settings.block_size
-    if policy.window_tokens(0) is not None:
-        window = policy.window_tokens(sizes.width * size)
-        assert window is not None
-        return range(2, min(-(-window // size) + 1, MOST_EXCHANGED) + 1)
-    if budget is None:
-        return range(settings.resident // size, settings.resident // size + 1)
-    record = 2 * size * sizes.head_dim * sizes.dtype.itemsize
-    most = budget.blocks or budget.nbytes // budget.layers // (sizes.rows * sizes.kv_heads * record)
-    return range(least_blocks(policy, size), min(most, most_blocks(policy)) + 1)
 
 
 def segment_fields(told: dict[str, Any], found: dict[str, torch.Tensor], settings: Settings) -> dict[str, Field]:

@@ -78,26 +78,16 @@ def save_cache(
     name = str(folder)
     if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise ValueError(f"{name!r} has a NUL or bytes that are no UTF-8; name another folder")
-    try:
-        folder = folder.resolve()  # a link is kept: its target is written, whether it exists or not
-        circular = folder.is_symlink()
-    except RuntimeError:  # Python before 3.13
-        circular = True
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise _named(error, folder) from error
-        circular = True
-    if circular:
+    folder = Path(os.path.realpath(folder))  # a link is kept: its target is written, whether it exists or not
+    if os.path.islink(folder):
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
     try:
         there = folder.exists()
         before = set(os.listdir(folder)) if folder.is_dir() else set()
         if there and not _replaceable(folder, before - {*(more or ())}):
             raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
-        new = [above for above in folder.parents if not above.exists()]
+        new = [above for above in (folder, *folder.parents) if not above.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for above in new:
-            _sync_folder(above.parent)
         folder.mkdir(mode=0o777 if more is None else 0o700, exist_ok=True)
         try:
             segments = _write(folder, layers, padding, about, parent, more)
@@ -108,8 +98,8 @@ def save_cache(
                 if not there:
                     folder.rmdir()
             raise
-        _sync_folder(folder)
-        _sync_folder(folder.parent)
+        for above in (folder, *(path.parent for path in new)):
+            _sync_folder(above)
     except OSError as error:
         raise _named(error, folder) from error
     for name in before - {CACHE, *(more or ()), *(segment.path.name for segment in segments)}:

@@ -97,7 +97,7 @@ def write_segments(
     """
     left = {index: _still(store) for index, store in stores.items()}
     parent = [part for part in parent if part.path.name.startswith("segment")]
-    usable = [part for part in parent if part.sealed == sealed and 2 * part.used_by(left) >= part.size]
+    usable = [part for part in parent if part.sealed == sealed and 0 < part.size <= 2 * part.used_by(left)]
     usable.sort(key=lambda part: part.size, reverse=True)
     if len(usable) >= MOST_SEGMENTS:
         usable = usable[: MOST_SEGMENTS // 2]
