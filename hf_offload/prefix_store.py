@@ -236,13 +236,14 @@ class Found:
     def _end(self) -> None:
         """Keep the prompt, as far as the cache holds it, unless prompt and answer are kept."""
         self.cache.after_forward, self._ended = None, True
-        with contextlib.suppress(RuntimeError):  # a forward that was interrupted, and that layers cannot undo
-            self.cache.crop(0)
-            have = self.cache.get_seq_length()
-            tokens = min(have, len(self._ids))
-            if tokens > self._kept and (tokens == have or self._store._crops):
-                self._count()
-                self._keep(tokens)
+        if self.cache.transaction.floor is not None and not self._store._crops:
+            return  # a forward was interrupted, and some layers cannot undo it
+        self.cache.crop(0)
+        have = self.cache.get_seq_length()
+        tokens = min(have, len(self._ids))
+        if tokens > self._kept and (tokens == have or self._store._crops):
+            self._count()
+            self._keep(tokens)
 
 
 class PrefixStore:
