@@ -14,6 +14,8 @@ Delta = dict[str, Any]
 """A part of a message, as OpenAI's streams have it: `content`, `reasoning_content` or `tool_calls`."""
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 """What opens and closes reasoning and tool calls: Qwen, Hermes, SmolLM3, DeepSeek-R1 and models trained like them."""
+PENDING = 8
+"""Tokens after which bytes that make no character are given as they are."""
 
 
 class Answer:
@@ -30,25 +32,26 @@ class Answer:
         self, tokenizer: PreTrainedTokenizerBase, *, stop: Sequence[str] = (), thinks: bool = False,
         within: bool = False, tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:  # fmt: skip
-        self._tokenizer, self._stop, self._tools = tokenizer, tuple(stop), tools
+        self._tokenizer, self._stop, self._tools = tokenizer, [*filter(None, stop)], tools
         self._marks = [mark for mark, wanted in ((THINK, thinks), (CALL, bool(tools))) if wanted]
         self._region, self._first = THINK if within else None, within  # nothing of this part was given yet
         self._ids, self._read, self._held = list[int](), 0, ""
-        self.stopped, self.calls = False, 0
-        """Whether a stop sequence has come; the number of tool calls."""
+        self.stopped, self.calls = False, list[dict[str, Any]]()
+        """Whether a stop sequence has come; the tool calls."""
 
     def add(self, token: int) -> list[Delta]:
         """Return what a token adds; what may be the beginning of a mark, or of a character, is held back."""
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._read]), self._decode(self._ids)
-        if len(now) > len(before) and not now.endswith("\ufffd"):
+        if not now.endswith("\ufffd") or len(self._ids) - self._read > PENDING:
             self._ids = self._ids[-8:]  # a token's text may depend on those before it
             self._read, self._held = len(self._ids), self._held + now[len(before) :]
         return list(self._split())
 
     def end(self) -> list[Delta]:
-        """Return what was held back."""
-        text = (CALL[0] if self._region is CALL else "") + self._held
+        """Return what was held back, but for a character's first bytes."""
+        now = self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :].rstrip("\ufffd")
+        text = (CALL[0] if self._region is CALL else "") + self._held + now
         return [] if self.stopped else list(self._give(text))
 
     def _decode(self, ids: list[int]) -> str:
@@ -56,7 +59,7 @@ class Answer:
 
     def _split(self) -> Iterator[Delta]:
         while not self.stopped:
-            stop = () if self._region is CALL else self._stop
+            stop = [] if self._region is CALL else self._stop
             marks = [*stop, *([mark for mark, _ in self._marks] if self._region is None else self._region[1:])]
             found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
             if not found:
@@ -78,13 +81,12 @@ class Answer:
             yield {"reasoning_content" if self._region is THINK else "content": text}
 
     def _call(self, text: str) -> Iterator[Delta]:
-        if (call := parse_call(text, self._tools)) is None:
+        function = parse_call(text, self._tools)
+        if function is None:
             yield {"content": CALL[0] + text + CALL[1]}
-            return
-        function = {"name": call[0], "arguments": json.dumps(call[1], ensure_ascii=False)}
-        made = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-        self.calls += 1
-        yield {"tool_calls": [made]}
+        else:
+            self.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+            yield {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
 
 
 def _overlap(text: str, mark: str) -> int:
@@ -92,23 +94,27 @@ def _overlap(text: str, mark: str) -> int:
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
-def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments of a tool call, JSON or Qwen3.5's tags; None if it is neither."""
-    if named := re.search(r"<function=([^>\n]+)>", text):
-        schema: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
-        kinds = schema.get("parameters", {}).get("properties", {})
-        pairs = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
-        return named[1], {key: _value(value, kinds.get(key, {}).get("type")) for key, value in pairs}
+def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+    """Return name and arguments (as JSON) of a tool call, JSON or Qwen3.5's tags; None if it is neither."""
     try:
-        call = json.loads(text)
-        arguments = call.get("arguments", call.get("parameters", {}))
-        return (call["name"], arguments) if isinstance(arguments, dict) else None
-    except (ValueError, KeyError, AttributeError):
+        if named := re.search(r"<function=([^>\n]+)>", text):
+            pairs = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
+            schemas = next((x["function"].get("parameters") for x in tools if x["function"]["name"] == named[1]), None)
+            kinds = (schemas or {}).get("properties") or {}
+            name, arguments = named[1], {key: _value(value, kinds.get(key)) for key, value in pairs}
+        else:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def _value(text: str, kind: str | None) -> Any:
+def _value(text: str, schema: Any) -> Any:
+    """A parameter's value by its schema: a string is itself, all else is JSON."""
     try:
-        return text if kind == "string" else json.loads(text)
-    except ValueError:
+        return text if isinstance(schema, dict) and schema.get("type") == "string" else json.loads(text)
+    except (ValueError, RecursionError):
         return text

@@ -25,7 +25,7 @@ from fastapi.testclient import TestClient  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 
 from hf_offload.serving import app as serving  # noqa: E402
-from hf_offload.serving.app import Service, make_app  # noqa: E402
+from hf_offload.serving.app import Service  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.get('reasoning_content', '') }}{{ m.content }}\n{% endfor %}"
@@ -51,13 +51,11 @@ def model() -> Any:
 def serve(model: Any, folder: Path, **options: Any) -> Iterator[TestClient]:
     store = PrefixStore(folder, model, "full", block_size=16, min_seconds=0)
     service = Service(model, tokenizer(), store, "tiny", **{"max_context": CONTEXT, **options})
-    client = TestClient(make_app(service), base_url="http://127.0.0.1", raise_server_exceptions=False)
-    client.service = service  # type: ignore[attr-defined]
-    try:
+    with TestClient(service.app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        client.service = service  # type: ignore[attr-defined]
         yield client
-    finally:
-        service.engine.stop()
-        store.close()
+    service.engine.close()
+    store.close()
 
 
 @pytest.fixture(scope="module")
@@ -348,13 +346,13 @@ def test_a_full_queue_and_turns(model: Any, tmp_path: Path) -> None:
                 body = chat("some text" * number, max_tokens=3)
                 ask = lambda body=body: codes.append(client.post("/v1/chat/completions", json=body).status_code)  # noqa: E731
                 threading.Thread(target=ask, daemon=True).start()
-                until(lambda number=number: len(engine.running) + len(engine.waiting) > number)
+                until(lambda number=number: len(engine.chats) > number)
             refused = client.post("/v1/chat/completions", json=chat("more"))
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
             text = client.get("/metrics").text
-            assert "hf_offload_chats_running 1" in text  # the others are let in at the next turn
-            assert "hf_offload_chats_waiting 2" in text
+            assert "hf_offload_chats_running 2" in text
+            assert "hf_offload_chats_waiting 1" in text
         finally:
             held.let_go()
         until(lambda: len(codes) == 3)
@@ -375,8 +373,8 @@ def test_a_server_that_stops_ends_its_chats_and_keeps_what_was_read(model: Any, 
         thread = threading.Thread(target=lambda: found.append(client.post("/v1/chat/completions", json=body)))
         thread.start()
         engine = client.service.engine  # type: ignore[attr-defined]
-        until(lambda: engine.running and len(engine.running[0][0].drawn) > 3)
-        engine.stop()
+        until(lambda: any(len(each.drawn) > 3 for each in engine.chats.values()))
+        client.portal.call(engine.stop)
         thread.join()
         assert found[0].status_code == 503
         assert client.post("/v1/chat/completions", json=body).status_code == 503

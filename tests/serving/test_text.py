@@ -76,7 +76,7 @@ def test_tool_calls(call: str) -> None:
     found, answer = deltas(f"Well.\n<tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>", tools=TOOLS)
     calls = [each for delta in found for each in delta.get("tool_calls", [])]
     assert [each["index"] for each in calls] == [0, 1]
-    assert answer.calls == 2
+    assert len(answer.calls) == 2
     assert {each["function"]["name"] for each in calls} == {"add"}
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "2"}
     assert text_of(found) == "Well.\n"
