@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
@@ -44,30 +45,18 @@ class _Message(BaseModel, extra="allow", strict=True):
 
     def for_template(self) -> dict[str, Any]:
         """The message as templates take it: one text, objects as arguments of calls, all else as it is."""
-        parts = self.content if isinstance(self.content, list) else []
-        text = "\n".join(part.text for part in parts) if parts else self.content or ""
-        role = "system" if self.role == "developer" else self.role
-        calls = {"tool_calls": [_parsed(call) for call in self.tool_calls]} if self.tool_calls else {}
-        return self.model_dump(exclude_unset=True) | {"role": role, "content": text} | calls
-
-
-class _Function(BaseModel, extra="allow", strict=True):
-    name: str
-    parameters: dict[str, Any] = {}
+        found, parts = self.model_dump(exclude_unset=True), self.content or ""
+        found["content"] = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        found["role"] = "system" if self.role == "developer" else self.role
+        for call in found.get("tool_calls") or ():
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return found
 
 
 class _Tool(BaseModel, extra="allow", strict=True):
     type: Literal["function"]
-    function: _Function
-
-
-class _StreamOptions(BaseModel, extra="forbid", strict=True):
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
-
-
-_Token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-_Texts = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
+    function: dict[str, Any]
 
 
 class Asked(BaseModel, extra="forbid", strict=True):
@@ -83,22 +72,13 @@ class Asked(BaseModel, extra="forbid", strict=True):
     presence_penalty: float = Field(0, ge=-2, le=2)
     frequency_penalty: float = Field(0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    logit_bias: dict[_Token, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = {}
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    stop: _Texts = Field([], max_length=16)
+    stop: str | Annotated[list[str], Field(max_length=16)] = []
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
     cache_salt: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out(cls, given: Any) -> Any:
-        """Leave out what asks for nothing; what is left of it is refused."""
-        if not isinstance(given, dict):
-            return given
-        some = {name: value for name, value in given.items() if value is not None and name not in LABELS}
-        return {name: x for name, x in some.items() if repr(x) != repr(NEUTRAL.get(name))}  # 0 is not False
 
 
 class Prompted(Asked):
@@ -108,14 +88,9 @@ class Prompted(Asked):
     prompt: str | list[str] | list[int] | list[list[int]]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, *, answer: bool) -> list[int]:
-        """Return the prompt's ids.
-
-        Raises:
-            RequestError: they are several prompts, or no ids.
-        """
+        """Return the prompt's ids; several prompts are refused, and what is no id."""
         prompt: Any = self.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-            (prompt,) = prompt
+        prompt = prompt[0] if len(prompt) == 1 and not isinstance(prompt[0], int) else prompt
         ids, size = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt, len(tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in ids):
             raise RequestError(f"prompt is not one text or one list of token ids below {size}; send each", "prompt")
@@ -136,14 +111,10 @@ class Chatted(Asked):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools if self.tool_choice == "auto"]
+        return [tool.model_dump() for tool in self.tools if self.tool_choice == "auto"]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, *, answer: bool) -> list[int]:
-        """Return the messages' ids by the model's template; `answer` says whether an answer is to follow.
-
-        Raises:
-            RequestError: there is no template, or it refuses them.
-        """
+        """Return the ids of messages that the model's template takes; `answer`: whether one is to follow."""
         messages, tools = [each.for_template() for each in self.messages], self.offered
         if tools and "tools" not in str(tokenizer.chat_template):
             told = TOOLS.format("\n".join(json.dumps(tool["function"]) for tool in tools))
@@ -158,10 +129,10 @@ class Chatted(Asked):
         options |= {"add_generation_prompt": follows, "tools": tools or None} | given
         try:
             ids: Any = tokenizer.apply_chat_template(messages, **options)
-            return list(ids)
         except Exception as error:  # templates raise what they like
             told = f"messages cannot be written by the model's chat template: {error}; mend them or use /v1/completions"
             raise RequestError(told, "messages") from error
+        return list(ids)
 
 
 def parse(body: bytes, *kinds: type[Chatted | Prompted]) -> Chatted | Prompted:
@@ -172,22 +143,16 @@ def parse(body: bytes, *kinds: type[Chatted | Prompted]) -> Chatted | Prompted:
     """
     try:
         given = from_json(body, allow_inf_nan=False)
+        if isinstance(given, dict):  # leave out what asks for nothing; 0 is not False
+            given = {k: x for k, x in given.items() if x is not None and k not in LABELS}
+            given = {k: x for k, x in given.items() if repr(x) != repr(NEUTRAL.get(k))}
         fitting = (kind for kind in kinds if isinstance(given, dict) and kind.subject in given)
         return next(fitting, kinds[-1]).model_validate(given)
     except ValidationError as refused:
         error = refused.errors()[-1]
-        name, where = str(error["loc"][0]) if error["loc"] else None, ".".join(map(str, error["loc"])) or "the body"
-        if error["type"] == "extra_forbidden":
-            raise RequestError(f"{where} is not supported; leave it out", name, "unsupported_parameter") from refused
+        where, name = ".".join(map(str, error["loc"])) or "the body", next(map(str, error["loc"]), None)
         value = f"={json.dumps(error['input'], default=str)[:60]}" if name and error["type"] != "missing" else ""
-        code = "unsupported_parameter" if error["type"] == "literal_error" else None
-        raise RequestError(f"{where}{value} is refused: {error['msg']}", name, code) from refused
+        code = "unsupported_parameter" if error["type"] in ("extra_forbidden", "literal_error") else None
+        raise RequestError(f"{where}{value} is not supported: {error['msg']}", name, code) from refused
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from error
-
-
-def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return call | {"function": call["function"] | {"arguments": json.loads(call["function"]["arguments"])}}
-    except (KeyError, TypeError, ValueError):
-        return call

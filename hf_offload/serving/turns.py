@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_offload.model.hooks import cache_argument
 from hf_offload.prefix_store import Found, PrefixStore
+from hf_offload.serving.answers import Answer, Delta, Sampler
 from hf_offload.serving.requests import RequestError
-from hf_offload.serving.sampling import Sampler
-from hf_offload.serving.text import Answer, Delta
 
 FIRST, LEAST, MOST = 256, 64, 1024
 """Tokens of a new prompt's first chunk, of the shortest and of the longest."""
@@ -25,27 +24,18 @@ TURN = 0.7
 """Seconds that a chunk is to take: other chats wait for it, and so does the end of one whose client has left."""
 WARM = 1200
 """Tokens of the prompt that compiles the kernels: digests begin at 1,024."""
-
 Work = Generator[list[Delta], None, None]
-"""Deltas between two forwards of a chat."""
 
 
 @dataclass(eq=False)
 class Chat:
-    """One request.
+    """One request."""
 
-    Args:
-        ids: the prompt.
-        most: tokens of the answer at most; 0: the prompt is only read.
-        sampler: draws them; answer: turns them into text.
-        tenant: whose prompts it may continue from.
-    """
-
-    ids: Sequence[int]
-    most: int
+    ids: Sequence[int]  # the prompt
+    most: int  # tokens of the answer at most; 0: the prompt is only read
     sampler: Sampler
     answer: Answer
-    tenant: str
+    tenant: str  # whose prompts it may continue from
     cached: int | None = None  # tokens that were not read; None before its first turn
     drawn: list[int] = field(default_factory=list)
     reason: str = "length"  # OpenAI's `finish_reason`
@@ -76,32 +66,22 @@ class Engine:
         self._thread = ThreadPoolExecutor(1, "Engine", torch.set_grad_enabled, (False,))
         self.warmed = self._thread.submit(self._warm)
 
-    def start(self, chat: Chat, give: Callable[[Delta | Exception | None], None]) -> asyncio.Task[None]:
-        """Let a chat take turns, now or when others have ended.
+    def start(self, chat: Chat, give: Callable[[Any], None]) -> asyncio.Task[None]:
+        """Let a chat take turns; `give` is called with each delta, and at the end with None or an error.
 
-        Args:
-            chat: the chat.
-            give: is called with each delta, and at the end with None or an error.
-
-        Returns:
-            Its task. When it is cancelled, the chat ends before its next turn, and what was computed is kept.
+        When the task is cancelled, the chat ends before its next turn, and what was computed is kept.
 
         Raises:
             RequestError: too many wait, or the engine is stopped.
         """
-        if self._stopped:
-            raise RequestError("the server shuts down; ask again when it is back", status=503)
-        if len(self.chats) >= self._most:
-            raise RequestError(f"{self._most} requests are at work or wait already; ask again later", status=503)
+        if self._stopped or len(self.chats) >= self._most:
+            told = "the server shuts down" if self._stopped else f"{self._most} requests are at work or wait already"
+            raise RequestError(f"{told}; ask again later", status=503)
         task = asyncio.create_task(self._run(chat, give))
         self.chats[task] = chat
-
-        def end(task: asyncio.Task[None]) -> None:
-            del self.chats[task]
-            stopped = RequestError("the server shuts down; what was read is kept", status=503)
-            give(stopped if task.cancelled() else task.exception())  # type: ignore[arg-type]
-
-        task.add_done_callback(end)
+        task.add_done_callback(self.chats.pop)
+        stopped = RequestError("the server shuts down; what was read is kept", status=503)
+        task.add_done_callback(lambda task: give(stopped if task.cancelled() else task.exception()))
         return task
 
     def stop(self) -> None:
@@ -116,20 +96,14 @@ class Engine:
 
     async def _run(self, chat: Chat, give: Callable[[Delta], None]) -> None:
         loop, work = asyncio.get_running_loop(), self._work(chat)
-
-        def end() -> None:
-            try:
-                work.close()
-            finally:
-                self._ended(chat)
-
         try:
             async with self._slots:
                 while (deltas := await loop.run_in_executor(self._thread, next, work, None)) is not None:
                     for delta in deltas:
                         give(delta)
-        finally:
-            self._thread.submit(end)  # behind the chat's own turn, if that is computed now
+        finally:  # behind the chat's own turn, if that is computed now
+            self._thread.submit(work.close)
+            self._thread.submit(self._ended, chat)
 
     def _work(self, chat: Chat) -> Work:
         """Read a prompt and draw its answer, a forward between two yields; what was computed is kept."""
@@ -138,39 +112,32 @@ class Engine:
             if first:
                 yield []  # to load it from disk takes time, too
             count = LEAST if first else FIRST  # far into a context a token takes longer
-            while True:
-                left = len(chat.ids) - first
-                size = left if left <= count + 1 else count  # a single token would be a decode step
+            while (left := len(chat.ids) - first) > count + 1:  # a single token would be a decode step
                 start = time.perf_counter()
-                logits = self._forward(found, chat.ids[first : first + size])
-                count = min(max(int(size * TURN / (time.perf_counter() - start)), LEAST), MOST)
-                first += size
-                if size == left:
-                    break
+                found.resume()
+                self._logits(found.cache, chat.ids[first : first + count])
+                first, seconds = first + count, time.perf_counter() - start
+                count = min(max(int(count * TURN / seconds), LEAST), MOST)
                 yield []
+            found.resume()
+            logits = self._logits(found.cache, chat.ids[-left:])
             try:
                 yield from self._draw(chat, found, logits) if chat.most else ()
             finally:
                 found.keep([[*chat.ids, *chat.drawn]])
 
     def _draw(self, chat: Chat, found: Found, logits: torch.Tensor) -> Work:
-        answer, ended = chat.answer, False
-        while not ended:
-            token = chat.sampler.draw(logits)
-            chat.drawn.append(token)
+        while True:
+            chat.drawn.append(token := chat.sampler.draw(logits))
             chat.waited = chat.waited or time.perf_counter() - chat.since
-            yield [] if token in self._eos else answer.add(token)
-            ended = token in self._eos or answer.stopped or len(chat.drawn) == chat.most
-            if not ended:
-                logits = self._forward(found, [token])
-        if token in self._eos or answer.stopped:
-            chat.reason = "stop"
-        yield answer.end()
-        chat.reason = "tool_calls" if answer.calls else chat.reason
-
-    def _forward(self, found: Found, ids: Sequence[int]) -> torch.Tensor:
-        found.resume()
-        return self._logits(found.cache, ids)
+            yield [] if token in self._eos else chat.answer.add(token)
+            ended = token in self._eos or chat.answer.stopped
+            if ended or len(chat.drawn) == chat.most:
+                break
+            found.resume()
+            logits = self._logits(found.cache, [token])
+        chat.reason = "tool_calls" if chat.answer.calls else "stop" if ended else "length"
+        yield chat.answer.end()
 
     def _logits(self, cache: Any, ids: Sequence[int]) -> torch.Tensor:
         """The logits `[1, vocabulary]` after some tokens."""

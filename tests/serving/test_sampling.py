@@ -10,8 +10,8 @@ import torch
 from tiny import tiny_model
 from transformers import GenerationConfig
 
+from hf_offload.serving.answers import Sampler
 from hf_offload.serving.requests import Prompted, RequestError
-from hf_offload.serving.sampling import Sampler
 
 
 def scores(seed: int = 0) -> torch.Tensor:

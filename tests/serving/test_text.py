@@ -9,7 +9,7 @@ import pytest
 from letters import letters
 from transformers import PreTrainedTokenizerBase
 
-from hf_offload.serving.text import Answer
+from hf_offload.serving.answers import Answer
 
 TOOLS = [
     {

@@ -1,21 +1,72 @@
-"""`Answer`: the text of an answer as its tokens come; stop sequences, reasoning and tool calls are told apart."""
+"""What becomes of logits: `Sampler` draws an answer's tokens, `Answer` turns them into the parts of a message."""
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+import transformers as hf
+
+from hf_offload.serving.requests import Asked, RequestError
 
 Delta = dict[str, Any]
 """A part of a message, as OpenAI's streams have it: `content`, `reasoning_content` or `tool_calls`."""
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 """What opens and closes reasoning and tool calls: Qwen, Hermes, SmolLM3, DeepSeek-R1 and models trained like them."""
-PENDING = 8
-"""Tokens after which bytes that make no character are given as they are."""
+COLDEST = 1e-4
+"""Below this temperature the likeliest token is taken: logits divided by less overflow."""
+
+
+class Sampler:
+    """Draws the tokens of one answer: knobs of Transformers as there, penalties and biases as OpenAI has them.
+
+    Args:
+        asked: the request; own: the model's configuration, for what the request leaves out.
+        prompt: token ids; vocabulary: how many there are. A `logit_bias` for others is refused.
+    """
+
+    def __init__(self, asked: Asked, own: hf.GenerationConfig | None, prompt: Sequence[int], vocabulary: int) -> None:
+        samples = bool(own and own.do_sample)  # a model that does not sample takes the likeliest token
+
+        def knob(name: str, default: float) -> float:
+            usual = getattr(own, name, None) if samples or name == "repetition_penalty" else None
+            return float(next(x for x in (getattr(asked, name), usual, default) if x is not None))
+
+        if bad := [token for token in asked.logit_bias if int(token) >= vocabulary]:
+            raise RequestError(f"logit_bias names {bad[0]}, which is no token below {vocabulary}", "logit_bias")
+        self._bias = torch.zeros(vocabulary, dtype=torch.float32, device="cpu")
+        for token, bias in asked.logit_bias.items():
+            self._bias[int(token)] = bias
+        self._ids = torch.tensor([prompt], dtype=torch.int64, device="cpu")
+        self._drawn, self._presence, self._frequency = set[int](), asked.presence_penalty, asked.frequency_penalty
+        self._generator = torch.Generator("cpu")
+        self._generator.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
+        self._penalty = hf.RepetitionPenaltyLogitsProcessor(knob("repetition_penalty", 1))
+        temperature, top_k = knob("temperature", float(samples)), int(knob("top_k", 0))
+        self._warps: list[Any] = []  # none: the likeliest token is taken
+        if temperature >= COLDEST:
+            self._warps = [hf.TemperatureLogitsWarper(temperature)]
+            self._warps += [hf.TopKLogitsWarper(top_k)] if top_k > 0 else []
+            self._warps += [hf.TopPLogitsWarper(max(knob("top_p", 1), 1e-6)), hf.MinPLogitsWarper(knob("min_p", 0))]
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """Return a token, by logits `[1, vocabulary]`."""
+        ids: Any = self._ids
+        scores: Any = self._penalty(ids, logits.to("cpu", torch.float32, copy=True)) + self._bias
+        for warp in self._warps:
+            scores = warp(ids, scores)
+        drawn = scores.argmax(-1, True)
+        if self._warps:
+            drawn = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        self._ids, token = torch.cat((ids, drawn), 1), int(drawn)
+        self._bias[token] -= self._frequency + (0 if token in self._drawn else self._presence)
+        self._drawn.add(token)
+        return token
 
 
 class Answer:
@@ -29,10 +80,11 @@ class Answer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, stop: Sequence[str] = (), thinks: bool = False,
+        self, tokenizer: hf.PreTrainedTokenizerBase, *, stop: str | Sequence[str] = (), thinks: bool = False,
         within: bool = False, tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:  # fmt: skip
-        self._tokenizer, self._stop, self._tools = tokenizer, [*filter(None, stop)], tools
+        self._tokenizer, self._tools = tokenizer, tools
+        self._stop = [*filter(None, [stop] if isinstance(stop, str) else stop)]
         self._marks = [mark for mark, wanted in ((THINK, thinks), (CALL, bool(tools))) if wanted]
         self._region, self._first = THINK if within else None, within  # nothing of this part was given yet
         self._ids, self._read, self._held = list[int](), 0, ""
@@ -43,7 +95,7 @@ class Answer:
         """Return what a token adds; what may be the beginning of a mark, or of a character, is held back."""
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._read]), self._decode(self._ids)
-        if not now.endswith("\ufffd") or len(self._ids) - self._read > PENDING:
+        if not now.endswith("\ufffd") or len(self._ids) > self._read + 8:  # else a character is begun
             self._ids = self._ids[-8:]  # a token's text may depend on those before it
             self._read, self._held = len(self._ids), self._held + now[len(before) :]
         return list(self._split())
@@ -64,7 +116,8 @@ class Answer:
             found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
             if not found:
                 if self._region is not CALL:
-                    cut = len(self._held) - max((_overlap(self._held, mark) for mark in marks), default=0)
+                    size = len(self._held)  # up to what may be the beginning of a mark
+                    cut = next((i for i in range(size) if any(x.startswith(self._held[i:]) for x in marks)), size)
                     text, self._held = self._held[:cut], self._held[cut:]
                     yield from self._give(text)
                 return
@@ -89,27 +142,21 @@ class Answer:
             yield {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
 
 
-def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of a text with which a mark begins."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-
-
 def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
     """Return name and arguments (as JSON) of a tool call, JSON or Qwen3.5's tags; None if it is neither."""
     try:
         if named := re.search(r"<function=([^>\n]+)>", text):
-            pairs = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
-            schemas = next((x["function"].get("parameters") for x in tools if x["function"]["name"] == named[1]), None)
-            kinds = (schemas or {}).get("properties") or {}
-            name, arguments = named[1], {key: _value(value, kinds.get(key)) for key, value in pairs}
+            own: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
+            kinds = own["parameters"]["properties"] if own.get("parameters") else {}
+            found = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
+            call = {"name": named[1], "arguments": {k: _value(x, kinds.get(k)) for k, x in found}}
         else:
             call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    told: Any = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return told if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _value(text: str, schema: Any) -> Any:
