@@ -147,7 +147,7 @@ def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] 
     try:
         if named := re.search(r"<function=([^>\n]+)>", text):
             own: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
-            kinds = own["parameters"]["properties"] if own.get("parameters") else {}
+            kinds = (own.get("parameters") or {}).get("properties") or {}
             found = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
             call = {"name": named[1], "arguments": {k: _value(x, kinds.get(k)) for k, x in found}}
         else:

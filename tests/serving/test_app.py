@@ -21,6 +21,7 @@ from hf_offload.model.hooks import cache_argument
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 types = pytest.importorskip("openai.types")
+from fastapi.middleware.cors import CORSMiddleware  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 
@@ -31,7 +32,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.get('reasoning_content', '') }}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-CONTEXT = 900
+CONTEXT, LONG = 900, 1000
 
 
 def tokenizer() -> Any:
@@ -49,7 +50,8 @@ def model() -> Any:
 
 @contextmanager
 def serve(model: Any, folder: Path, **options: Any) -> Iterator[TestClient]:
-    store = PrefixStore(folder, model, "full", block_size=16, min_seconds=0)
+    limits = {name: options.pop(name) for name in ("max_ram", "max_bytes", "min_seconds") if name in options}
+    store = PrefixStore(folder, model, "full", block_size=16, **({"min_seconds": 0} | limits))
     service = Service(model, tokenizer(), store, "tiny", **{"max_context": CONTEXT, **options})
     with TestClient(service.app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         client.service = service  # type: ignore[attr-defined]
@@ -164,6 +166,8 @@ def test_a_document_that_was_read_ahead(client: TestClient) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == first["tokens"]
     second = client.post("/v1/prefixes", json={"prompt": "[system]" + system["content"]}).json()
     assert second["cached_tokens"] == second["tokens"] - 2
+    for prompt in ("messages", '"messages"', ["messages"]):  # a prompt, not messages
+        assert client.post("/v1/prefixes", json={"prompt": prompt, "user": "messages"}).status_code == 200
 
 
 def test_earlier_reasoning_is_handed_to_the_template(client: TestClient) -> None:
@@ -201,6 +205,12 @@ def test_models_health_and_metrics(client: TestClient) -> None:
     assert float(numbers["hf_offload_first_token_seconds_count"]) >= 1
     assert float(numbers["hf_offload_first_token_seconds_sum"]) > 0
     assert numbers["hf_offload_chats_running"] == "0"
+    buckets = [
+        int(value) for name, value in numbers.items() if name.startswith("hf_offload_first_token_seconds_bucket")
+    ]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == int(numbers["hf_offload_first_token_seconds_count"])
+    assert 'hf_offload_first_token_seconds_bucket{le="+Inf"}' in numbers
 
 
 @pytest.mark.parametrize(
@@ -228,6 +238,15 @@ def test_models_health_and_metrics(client: TestClient) -> None:
         ({"messages": [3]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"padding": "max_length", "max_length": 1 << 40}}, "chat_template_kwargs"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"n": True}, "n"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
     ids=str,
 )
@@ -249,13 +268,65 @@ def test_values_that_ask_for_nothing_are_taken(client: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/prefixes"])
 def test_bodies_that_are_none(client: TestClient, path: str) -> None:
-    for content in (b"", b"{", b"[]", b"3", b"{}", b"\xff"):
+    for content in (b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"prompt": "x", "temperature": NaN}'):
         response = client.post(path, content=content, headers={"content-type": "application/json"})
         assert response.status_code == 400, content
         assert response.json()["error"]["message"]
     assert client.get(path).status_code == 405
     assert client.get(path).json()["error"]["type"] == "invalid_request_error"
     assert client.get("/nothing").json()["error"]["message"] == "Not Found"
+
+
+def test_a_body_that_is_too_large(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "BODY", 1000)
+    response = client.post("/v1/chat/completions", json=chat("x" * 2000))
+    assert response.status_code == 413
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert client.post("/v1/chat/completions", json=chat("x" * 10)).status_code == 200
+
+
+def test_an_error_within_an_answer(client: TestClient, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends this answer alone, in OpenAI's form, in a stream and not."""
+    engine = client.service.engine  # type: ignore[attr-defined]
+    logits, sizes = engine._logits, list[int]()
+
+    def fail(cache: Any, ids: Any) -> Any:
+        sizes.append(len(ids))
+        if sizes.count(1) == 3:
+            raise OSError("no more")
+        return logits(cache, ids)
+
+    monkeypatch.setattr(engine, "_logits", fail)
+    lines = events(client, "/v1/chat/completions", chat("An answer that fails"))
+    assert json.loads(lines[-1])["error"] == {"message": "no more", "type": "server_error", "param": None, "code": None}
+    sizes.clear()
+    response = client.post("/v1/chat/completions", json=chat("One more of them"))
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "no more"
+    monkeypatch.setattr(engine, "_logits", logits)
+    usage = client.post("/v1/chat/completions", json=chat("One more of them")).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
+    assert not engine.chats
+
+
+def test_titles_and_tags_push_no_chat_out(model: Any, tmp_path: Path) -> None:
+    """Side calls as Open WebUI sends them, beside a chat that fills most of the memory that the store may have."""
+    task = "### Task:\nGenerate a concise, 3-5 word {}.\n### Chat History:\n<chat_history>\nUSER: {}\n</chat_history>"
+    document = "A tale of two cities. " * 30
+    with serve(model, tmp_path / "alone") as client:
+        client.post("/v1/chat/completions", json=chat(document))
+        size = client.service.store.ram_bytes  # type: ignore[attr-defined]
+    with serve(model, tmp_path / "beside", max_ram=int(1.3 * size), min_seconds=LONG) as client:
+        store = client.service.store  # type: ignore[attr-defined]
+        answer = client.post("/v1/chat/completions", json=chat(document)).json()["choices"][0]["message"]
+        saved = store.saves
+        for kind in ("title", "tags", "follow-up", "query"):
+            assert client.post("/v1/chat/completions", json=chat(task.format(kind, "Hello " * 9))).status_code == 200
+        turn = chat(document)
+        turn["messages"] += [answer, {"role": "user", "content": "And now?"}]
+        usage = client.post("/v1/chat/completions", json=turn).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > len(document)
+        assert store.saves == saved
 
 
 def test_a_prompt_that_is_too_long(client: TestClient) -> None:
@@ -279,6 +350,17 @@ def test_other_pages_and_bodies_are_refused(client: TestClient) -> None:
         assert response.status_code == status, kind
     response = client.options("/v1/models", headers={"origin": "http://a.com", "access-control-request-method": "GET"})
     assert "access-control-allow-origin" not in response.headers
+
+
+def test_pages_that_may_ask(model: Any, tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, model, "full", block_size=16)
+    service = Service(model, tokenizer(), store, "tiny", CONTEXT)
+    service.app.add_middleware(CORSMiddleware, allow_origins=["http://a.com"], allow_methods=["*"], allow_headers=["*"])
+    asked = {"origin": "http://a.com", "access-control-request-method": "POST"}
+    with TestClient(service.app, base_url="http://127.0.0.1") as client:
+        assert client.options("/v1/models", headers=asked).headers["access-control-allow-origin"] == "http://a.com"
+    service.engine.close()
+    store.close()
 
 
 def test_keys_are_tenants(model: Any, tmp_path: Path) -> None:
