@@ -18,8 +18,6 @@ Delta = dict[str, Any]
 """A part of a message, as OpenAI's streams have it: `content`, `reasoning_content` or `tool_calls`."""
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 """What opens and closes reasoning and tool calls: Qwen, Hermes, SmolLM3, DeepSeek-R1 and models trained like them."""
-COLDEST = 1e-4
-"""Below this temperature the likeliest token is taken: logits divided by less overflow."""
 
 
 class Sampler:
@@ -49,7 +47,7 @@ class Sampler:
         self._penalty = hf.RepetitionPenaltyLogitsProcessor(knob("repetition_penalty", 1))
         temperature, top_k = knob("temperature", float(samples)), int(knob("top_k", 0))
         self._warps: list[Any] = []  # none: the likeliest token is taken
-        if temperature >= COLDEST:
+        if temperature >= 1e-4:  # logits divided by less overflow
             self._warps = [hf.TemperatureLogitsWarper(temperature)]
             self._warps += [hf.TopKLogitsWarper(top_k)] if top_k > 0 else []
             self._warps += [hf.TopPLogitsWarper(max(knob("top_p", 1), 1e-6)), hf.MinPLogitsWarper(knob("min_p", 0))]

@@ -59,7 +59,7 @@ class Service:
         self._thinks = "<think>" in str(self.tokenizer.chat_template) or "<think>" in self.tokenizer.get_vocab()
         self._about = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "hf_offload"}
         self._about["max_model_len"] = self.max_context
-        self.engine = Engine(self.model, self.store, self.chats, self.queue, self._count)
+        self.engine = Engine(self.model, self.store, self.chats, self.queue)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(self._guard)])
         for kind in (ValueError, HTTPException, ClientDisconnect, Exception):
             self.app.add_exception_handler(kind, _refuse)
@@ -96,10 +96,10 @@ class Service:
         if asked.stream and path != PREFIXES:
             lines = _stream(chat, events, form, asked.stream_options.get("include_usage", False))
             return StreamingResponse(lines, media_type="text/event-stream")
-        deltas = [event async for event in events if event is not None]
+        message = _message([event async for event in events if event is not None], chat.answer.calls)
         if path == PREFIXES:
             return JSONResponse({"object": "prefix", "tokens": len(chat.ids), "cached_tokens": chat.cached})
-        return JSONResponse(form(_message(chat, deltas), chat.reason, whole=True, usage=True))
+        return JSONResponse(form(message, chat.reason, whole=True, usage=True))
 
     async def _chat(self, request: Request, asked: Chatted | Prompted, *, answer: bool) -> Chat:
         """What the engine is to do; a prompt that does not fit the context is refused."""
@@ -123,6 +123,7 @@ class Service:
         """Hand a chat to the engine; return its deltas as they come, and None every ten seconds."""
         queue = asyncio.Queue[Any]()
         task = self.engine.start(chat, queue.put_nowait)
+        task.add_done_callback(lambda _: self._count(chat))
 
         async def watch() -> None:
             message: Any = {"type": ""}
@@ -160,9 +161,9 @@ class Service:
     async def _metrics(self) -> Response:
         chats, counts = len(self.engine.chats), dict(self._counts)
         counts |= {"saved_prompts": self.store.saves, "evictions": self.store.evictions}
+        ram, disk = await asyncio.to_thread(lambda: (self.store.ram_bytes, self.store.disk_bytes))
         now = {"chats_running": min(chats, self.chats), "chats_waiting": max(chats - self.chats, 0)}
-        now["store_ram_bytes"] = await asyncio.to_thread(lambda: self.store.ram_bytes)
-        now["store_disk_bytes"] = await asyncio.to_thread(lambda: self.store.disk_bytes)
+        now |= {"store_ram_bytes": ram, "store_disk_bytes": disk}
         lines = [f"# TYPE hf_offload_{k} counter\nhf_offload_{k}_total {v}" for k, v in counts.items()]
         lines += [f"# TYPE hf_offload_{k} gauge\nhf_offload_{k} {v}" for k, v in now.items()]
         name, found = "hf_offload_first_token_seconds", self._first_tokens
@@ -231,9 +232,8 @@ async def _stream(chat: Chat, events: Events, form: Callable[..., Body], usage: 
         yield line(_error(error)[1])
 
 
-def _message(chat: Chat, deltas: Sequence[Delta]) -> Delta:
+def _message(deltas: Sequence[Delta], calls: list[Delta]) -> Delta:
     """The message that deltas make."""
     text, thought = ("".join(each.get(k, "") for each in deltas) for k in ("content", "reasoning_content"))
-    more = {"reasoning_content": thought, "tool_calls": chat.answer.calls}
-    message = {"role": "assistant", "content": text or (None if chat.answer.calls else "")}
-    return message | {name: value for name, value in more.items() if value}
+    more = {"reasoning_content": thought, "tool_calls": calls}
+    return {"role": "assistant", "content": text or (None if calls else "")} | {k: x for k, x in more.items() if x}

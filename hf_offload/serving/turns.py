@@ -22,8 +22,6 @@ FIRST, LEAST, MOST = 256, 64, 1024
 """Tokens of a new prompt's first chunk, of the shortest and of the longest."""
 TURN = 0.7
 """Seconds that a chunk is to take: other chats wait for it, and so does the end of one whose client has left."""
-WARM = 1200
-"""Tokens of the prompt that compiles the kernels: digests begin at 1,024."""
 Work = Generator[list[Delta], None, None]
 
 
@@ -50,13 +48,10 @@ class Engine:
         model: the model, in evaluation mode.
         store: where prompts and answers are kept.
         chats: how many take turns; queue: how many more may wait.
-        ended: is called with each chat at its end, on the engine's thread.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, store: PrefixStore, chats: int, queue: int, ended: Callable[[Chat], None]
-    ) -> None:
-        self._model, self._store, self._ended = model, store, ended
+    def __init__(self, model: PreTrainedModel, store: PrefixStore, chats: int, queue: int) -> None:
+        self._model, self._store = model, store
         eos: Any = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
         self._eos = {eos} if eos is None or isinstance(eos, int) else set(eos)
         takes = inspect.signature(model.forward).parameters
@@ -101,9 +96,8 @@ class Engine:
                 while (deltas := await loop.run_in_executor(self._thread, next, work, None)) is not None:
                     for delta in deltas:
                         give(delta)
-        finally:  # behind the chat's own turn, if that is computed now
-            self._thread.submit(work.close)
-            self._thread.submit(self._ended, chat)
+        finally:
+            self._thread.submit(work.close)  # behind the chat's own turn, if that is computed now
 
     def _work(self, chat: Chat) -> Work:
         """Read a prompt and draw its answer, a forward between two yields; what was computed is kept."""
@@ -147,8 +141,8 @@ class Engine:
 
     def _warm(self) -> None:
         """Compile what prompts, forks, appends and decode steps need: seconds, or once a machine half a minute."""
-        most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None) or WARM
-        ids, cache = [3 + i % 50 for i in range(min(WARM, most - 8))], self._store.new_cache()
+        most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
+        ids, cache = [3 + i % 50 for i in range(min(1200, most - 8))], self._store.new_cache()  # digests begin at 1,024
         for part in (ids[:FIRST], ids[:1], ids[FIRST:]):
             self._logits(cache, part)
         cache = cache.fork()
