@@ -42,8 +42,8 @@ class Sampler:
             self._bias[int(token)] = bias
         self._ids = torch.tensor([prompt], dtype=torch.int64, device="cpu")
         self._drawn, self._presence, self._frequency = set[int](), asked.presence_penalty, asked.frequency_penalty
-        self._generator = torch.Generator("cpu")
-        self._generator.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
+        self._dice = torch.Generator("cpu")
+        self._dice.manual_seed(secrets.randbits(63) if asked.seed is None else asked.seed)
         self._penalty = hf.RepetitionPenaltyLogitsProcessor(knob("repetition_penalty", 1))
         temperature, top_k = knob("temperature", float(samples)), int(knob("top_k", 0))
         self._warps: list[Any] = []  # none: the likeliest token is taken
@@ -58,9 +58,8 @@ class Sampler:
         scores: Any = self._penalty(ids, logits.to("cpu", torch.float32, copy=True)) + self._bias
         for warp in self._warps:
             scores = warp(ids, scores)
-        drawn = scores.argmax(-1, True)
-        if self._warps:
-            drawn = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        weights = scores.softmax(-1)
+        drawn = torch.multinomial(weights, 1, generator=self._dice) if self._warps else scores.argmax(-1, True)
         self._ids, token = torch.cat((ids, drawn), 1), int(drawn)
         self._bias[token] -= self._frequency + (0 if token in self._drawn else self._presence)
         self._drawn.add(token)

@@ -106,16 +106,14 @@ class Service:
         ids = await asyncio.to_thread(asked.ids, self.tokenizer, answer=answer)
         left = self.max_context - len(ids)
         if left < 1 or not ids:
-            told = f"the prompt has {len(ids)} tokens; this server takes 1 to {self.max_context - 1}: send less, or "
-            code = "context_length_exceeded" if ids else None
-            raise RequestError(told + f"start it with {self.remedy}", asked.subject, code)
+            told = f"the prompt has {len(ids)} tokens, not 1 to {self.max_context - 1}; send less, or use {self.remedy}"
+            raise RequestError(told, asked.subject, "context_length_exceeded" if ids else None)
         whose = [request.state.key, asked.cache_salt]
         tenant = hashlib.sha256(json.dumps(whose).encode()).hexdigest() if any(whose) else ""
         thinks, tools = (self._thinks, asked.offered) if isinstance(asked, Chatted) else (False, [])
         within = thinks and str(self.tokenizer.decode(ids[-8:])).rstrip().endswith("<think>")
         text = Answer(self.tokenizer, stop=asked.stop, thinks=thinks, within=within, tools=tools)
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
-        sampler = Sampler(asked, self.model.generation_config, ids, vocabulary)
+        sampler = Sampler(asked, self.model.generation_config, ids, self.model.config.get_text_config().vocab_size)
         most = min(asked.max_completion_tokens or asked.max_tokens or left, left) if answer else 0
         return Chat(ids, most, sampler, text, tenant)
 
@@ -159,13 +157,13 @@ class Service:
         return JSONResponse({"status": str(failed or "ok")}, 503 if failed else 200)
 
     async def _metrics(self) -> Response:
-        chats, counts = len(self.engine.chats), dict(self._counts)
-        counts |= {"saved_prompts": self.store.saves, "evictions": self.store.evictions}
         ram, disk = await asyncio.to_thread(lambda: (self.store.ram_bytes, self.store.disk_bytes))
-        now = {"chats_running": min(chats, self.chats), "chats_waiting": max(chats - self.chats, 0)}
-        now |= {"store_ram_bytes": ram, "store_disk_bytes": disk}
-        lines = [f"# TYPE hf_offload_{k} counter\nhf_offload_{k}_total {v}" for k, v in counts.items()]
-        lines += [f"# TYPE hf_offload_{k} gauge\nhf_offload_{k} {v}" for k, v in now.items()]
+        chats, counts = len(self.engine.chats), {f"{name}_total": count for name, count in self._counts.items()}
+        counts |= {"saved_prompts_total": self.store.saves, "evictions_total": self.store.evictions}
+        counts |= {"store_ram_bytes": ram, "store_disk_bytes": disk}
+        counts |= {"chats_running": min(chats, self.chats), "chats_waiting": max(chats - self.chats, 0)}
+        kind = {True: "counter", False: "gauge"}
+        lines = [f"# TYPE hf_offload_{k} {kind['_total' in k]}\nhf_offload_{k} {v}" for k, v in counts.items()]
         name, found = "hf_offload_first_token_seconds", self._first_tokens
         lines += [f"# TYPE {name} histogram\n{name}_sum {self._seconds}\n{name}_count {found[math.inf]}"]
         lines += [f'{name}_bucket{{le="{str(k).replace("inf", "+Inf")}"}} {v}' for k, v in found.items()]

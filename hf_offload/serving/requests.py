@@ -27,9 +27,7 @@ NEUTRAL: dict[str, Any] = {
     "parallel_tool_calls": True, "response_format": {"type": "text"}, "store": False, "suffix": "", "top_logprobs": 0,
 }  # fmt: skip
 """Values that ask for nothing, of parameters that are not honoured."""
-TOOLS = """You may call these functions:
-{}
-To call one, answer with <tool_call>{{"name": …, "arguments": {{…}}}}</tool_call>"""
+TOOLS = 'Call these functions by <tool_call>{"name": …, "arguments": {…}}</tool_call> in your answer:\n'
 """What the system's message says where the model's template names no tools."""
 
 
@@ -117,7 +115,7 @@ class Chatted(Asked):
         """Return the ids of messages that the model's template takes; `answer`: whether one is to follow."""
         messages, tools = [each.for_template() for each in self.messages], self.offered
         if tools and "tools" not in str(tokenizer.chat_template):
-            told = TOOLS.format("\n".join(json.dumps(tool["function"]) for tool in tools))
+            told = TOOLS + "\n".join(json.dumps(tool["function"]) for tool in tools)
             first = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
             messages = [{"role": "system", "content": first + told}, *messages]
         given, own = self.chat_template_kwargs, inspect.signature(tokenizer.apply_chat_template).parameters
@@ -136,11 +134,7 @@ class Chatted(Asked):
 
 
 def parse(body: bytes, *kinds: type[Chatted | Prompted]) -> Chatted | Prompted:
-    """Return a request from its JSON: of the first kind whose subject it has.
-
-    Raises:
-        RequestError: no JSON, a parameter that is not known or honoured, or a value that is none.
-    """
+    """Return a request from its JSON, of the first kind whose subject it has; refuse what is not honoured by name."""
     try:
         given = from_json(body, allow_inf_nan=False)
         if isinstance(given, dict):  # leave out what asks for nothing; 0 is not False

@@ -45,8 +45,7 @@ class Engine:
     """Runs the chats of a model; its thread begins with compiling the kernels.
 
     Args:
-        model: the model, in evaluation mode.
-        store: where prompts and answers are kept.
+        model: the model, in evaluation mode; store: where prompts and answers are kept.
         chats: how many take turns; queue: how many more may wait.
     """
 
@@ -62,12 +61,9 @@ class Engine:
         self.warmed = self._thread.submit(self._warm)
 
     def start(self, chat: Chat, give: Callable[[Any], None]) -> asyncio.Task[None]:
-        """Let a chat take turns; `give` is called with each delta, and at the end with None or an error.
+        """Let a chat take turns, unless too many wait; `give` gets each delta, and at the end None or an error.
 
         When the task is cancelled, the chat ends before its next turn, and what was computed is kept.
-
-        Raises:
-            RequestError: too many wait, or the engine is stopped.
         """
         if self._stopped or len(self.chats) >= self._most:
             told = "the server shuts down" if self._stopped else f"{self._most} requests are at work or wait already"

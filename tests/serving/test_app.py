@@ -200,6 +200,7 @@ def test_models_health_and_metrics(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     text = client.get("/metrics").text
     numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert "# TYPE hf_offload_prompt_tokens_total counter\nhf_offload_prompt_tokens_total " in text
     for name in ("prompt_tokens_total", "cached_tokens_total", "generated_tokens_total", "store_ram_bytes"):
         assert float(numbers[f"hf_offload_{name}"]) > 0, name
     assert float(numbers["hf_offload_first_token_seconds_count"]) >= 1
