@@ -33,7 +33,7 @@ CLIENTS := .venv-clients
 serve-check: $(VENV)/.serve
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet openai langchain-openai litellm llm huggingface_hub
-	$(CLIENTS)/bin/python integrations/openai_clients.py 8124 $(CURDIR)/$(BIN)/hf-offload serve --port 8124 --store $(CLIENTS)/store
+	$(CLIENTS)/bin/python integrations/openai_clients.py 8124 $(abspath $(BIN))/hf-offload serve --port 8124 --store $(CLIENTS)/store
 
 # OpenMP's threads spin while they wait, which stalls processes that share the cores: pytest starts one for each.
 test: export OMP_WAIT_POLICY ?= passive

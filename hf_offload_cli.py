@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_offload.files.entries import Listed
+    from hf_offload.serving.app import Service
     from hf_offload.tools.profile import Profile
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -300,33 +302,70 @@ def serve(
         _check_dtype(dtype)
         if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
             raise ValueError(f"serve needs {', '.join(missing)}; run `pip install 'hf-offload[serve]'`")
+        from hf_offload.blocks.memory import available_bytes
         from hf_offload.cache.memory_budget import parse_bytes
-        from hf_offload.tools.plan import parse_setting, parse_tokens
+        from hf_offload.tools.plan import most_context, parse_setting, parse_tokens
 
         name, knobs = parse_setting(policy)
         wanted = None if max_context is None else parse_tokens(max_context)
         parse_bytes("store-size", store_size), parse_bytes("store-memory", store_memory)
         keys = [*(api_key or []), *(() if api_key_file is None else _read("api-key-file", api_key_file).split())]
+        if not all(keys) or (api_key_file is not None and not keys):
+            raise ValueError("an API key is empty, which lets everybody ask; give one, or leave the option out")
         from hf_offload import PrefixStore, fast_linear
-        from hf_offload.serving.app import LOCAL, Service, run
+        from hf_offload.serving.app import LOCAL, Service
 
         language_model, tokenizer = _load(model, dtype, attn_implementation="hybrid_sparse")
         if language_model.device.type == "cpu":
             fast_linear(language_model)
         own = getattr(language_model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        context = wanted or own or 8192
+        context, remedy = wanted or own or 8192, "a larger --max-context"
         if own and context > own:
             typer.echo(f"Warning: the model was made for {own:,} tokens, not {context:,}", err=True)
+        fits = most_context(language_model.config, language_model.dtype, (name, knobs), available_bytes())
+        if fits < context:
+            typer.echo(f"Warning: memory holds {fits:,} tokens, not {context:,}", err=True)
+            context, remedy = fits, "more memory, a smaller --dtype or --policy …:host_dtype=int8"
         made = PrefixStore(
             store, language_model, name, max_bytes=store_size, max_ram=store_memory, tokenizer=tokenizer, **knobs
         )
         shown = "SmolLM2-135M-Instruct" if model is None else Path(model).name if os.path.exists(model) else model
         service = Service(
-            language_model, tokenizer, made, shown, context, keys=keys, origins=cors or (), chats=chats, queue=queue,
+            language_model, tokenizer, made, shown, context, remedy, keys, chats=chats, queue=queue,
             hosts=LOCAL | {host.lower(), f"[{host.lower()}]", *map(str.lower, allow_host or ())},
         )  # fmt: skip
+        if cors:
+            from fastapi.middleware.cors import CORSMiddleware
+
+            service.app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
         typer.echo(f"{shown} at http://{host}:{port}/v1, prefixes in {store}", err=True)
-        run(service, host, port)
+        _answer_until_signal(service, host, port)
+
+
+def _answer_until_signal(service: Service, host: str, port: int) -> None:
+    """Serve until a signal comes, then end the answers and save what was computed. A second signal ends the process.
+
+    Raises:
+        OSError: it cannot be saved.
+    """
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit:
+                os._exit(128 + sig)  # entries of the store are whole at every moment
+            self.should_exit = True
+
+        async def shutdown(self, sockets: list[Any] | None = None) -> None:
+            service.engine.stop()
+            await super().shutdown(sockets)
+
+    server = Server(uvicorn.Config(service.app, host, port, log_level="warning", timeout_graceful_shutdown=30))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)  # also while the store is closed
+    server.run()
+    service.engine.close()
+    service.store.close()
 
 
 @store_app.command(epilog=_example("hf-offload store ls --folder ~/.cache/hf_offload/prefixes"))

@@ -12,9 +12,9 @@ from transformers import AutoConfig, DeepseekV3Config, MambaConfig, PreTrainedCo
 from typer.testing import CliRunner
 
 from hf_offload import ConstantPredictor, HybridCache
-from hf_offload.blocks.memory import size_text
+from hf_offload.blocks.memory import available_bytes, size_text
 from hf_offload.tools import assets
-from hf_offload.tools.plan import memory_of, most_rows, parse_setting, plan_table, shape_of
+from hf_offload.tools.plan import memory_of, most_context, most_rows, parse_setting, plan_table, shape_of
 from hf_offload_cli import app
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}
@@ -203,3 +203,18 @@ def test_smollm2s_config_is_that_of_its_file() -> None:
     assert {name for name in read if read[name] != mine.get(name)} <= {
         "_name_or_path", "_model_name_or_path", "unk_token_id",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", [("full", {}), ("scout", {"host_dtype": "int8"})], ids=str)
+def test_the_largest_context_that_fits(setting: tuple[str, dict[str, Any]]) -> None:
+    config = assets.load_config()
+    shape, memory = shape_of(config, torch.float32), 1 << 30
+    most = most_context(config, torch.float32, setting, memory)
+    sizes = [memory_of(shape, *setting, context=n, batch=1, two_memories=False).host for n in (most, most + 1)]
+    assert sizes[0] <= memory < sizes[1]
+    assert most_context(config, torch.float32, setting, 0) == 0
+    assert most_context(MambaConfig(), torch.float32, setting, 0) == 2**31 - 1
+
+
+def test_memory_that_is_available() -> None:
+    assert 0 < available_bytes() <= 1 << 60

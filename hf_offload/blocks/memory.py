@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -23,6 +24,21 @@ _HUGE = 2 << 20  # bytes of a huge page on x86-64, and on ARM with 4 KiB pages
 _TURN = 4
 TILE, LOWER_TILE = "tiles of cached tokens", "a smaller prefill_tile or fewer rows need less"
 """For errors: what could not be had, and what needs less."""
+
+
+def available_bytes() -> int:
+    """Return the bytes of memory that programs may still have, by the system and by a container's limit (cgroup v2).
+
+    Where the system does not tell, it is more than any machine has.
+    """
+    found = [1 << 60]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with contextlib.suppress(OSError, ValueError):
+        limit, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "stat"))
+        found.append(int(limit) - int(stat.split()[1]))  # "anon BYTES" comes first; files are dropped when need be
+    return max(min(found), 0)
 
 
 class HostMemoryError(MemoryError, RuntimeError):

@@ -1,171 +1,185 @@
-"""The HTTP side of the server: endpoints in OpenAI's form, who may use them, metrics, and the process."""
+"""The HTTP side of the server: endpoints in OpenAI's form, who may use them, and metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json
-import os
+import logging
+import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.prefix_store import PrefixStore
-from hf_offload.serving.requests import Asked, Chatted, Prompted, RequestError, parse
-from hf_offload.serving.text import Answer, Delta
+from hf_offload.serving.answers import Answer, Delta, Sampler
+from hf_offload.serving.requests import Chatted, Prompted, RequestError, parse
 from hf_offload.serving.turns import Chat, Engine
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
-PING, PATIENCE = 10.0, 30
-"""Seconds without a token until a stream gets a comment, lest it be taken for dead; that answers may take to end."""
+PREFIXES = "/v1/prefixes"
+KINDS: Any = {"/v1/chat/completions": [Chatted], "/v1/completions": [Prompted], PREFIXES: [Chatted, Prompted]}
+Body = dict[str, Any]
+Events = AsyncIterator[Delta | None]
+BODY, PING = 32 << 20, 10.0
+"""Bytes of a request at most; seconds between comments in a stream, lest it be taken for dead."""
+BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, math.inf)
+"""Bounds of the histogram of first-token times, in seconds."""
 
 
 @dataclass
 class Service:
-    """What endpoints share.
+    """The endpoints of a model; `app` has them."""
 
-    Args:
-        model, tokenizer: the model, in evaluation mode, with `attn_implementation="hybrid_sparse"`.
-        store: where prompts and answers are kept.
-        name: the model's; requests may have any.
-        max_context: tokens of prompt and answer together.
-        keys: API keys, each a tenant of the store; none: everybody may ask.
-        hosts: names that a request's Host may have.
-        origins: pages that browsers may ask from.
-        chats, queue: as for `Engine`.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # in evaluation mode, with `attn_implementation="hybrid_sparse"`
     tokenizer: PreTrainedTokenizerBase
-    store: PrefixStore
-    name: str
-    max_context: int
-    keys: Sequence[str] = ()
-    hosts: Collection[str] = LOCAL
-    origins: Sequence[str] = ()
-    chats: int = 8
+    store: PrefixStore  # where prompts and answers are kept
+    name: str  # the model's; requests may have any
+    max_context: int  # tokens of prompt and answer together
+    remedy: str = "a larger --max-context"  # what allows more
+    keys: Sequence[str] = ()  # API keys, each a tenant of the store; none: everybody may ask
+    hosts: Collection[str] = LOCAL  # names that a request's Host may have
+    chats: int = 8  # as for `Engine`
     queue: int = 32
 
     def __post_init__(self) -> None:
-        self.first_tokens = (0, 0.0)  # how many, and the seconds of all
-        self.counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "prefix_hits"), 0)
-        self.engine = Engine(self.model, self.store, self.chats, self.queue, self._count)
+        self._counts = Counter(prompt_tokens=0, cached_tokens=0, generated_tokens=0, prefix_hits=0)
+        self._first_tokens, self._seconds = dict.fromkeys(BUCKETS, 0), 0.0
+        self.tokenizer("")  # sets up what threads must not set up while others read it
         self._thinks = "<think>" in str(self.tokenizer.chat_template) or "<think>" in self.tokenizer.get_vocab()
+        self._about = {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "hf_offload"}
+        self._about["max_model_len"] = self.max_context
+        self.engine = Engine(self.model, self.store, self.chats, self.queue)
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(self._guard)])
+        for kind in (ValueError, HTTPException, ClientDisconnect, Exception):
+            self.app.add_exception_handler(kind, _refuse)
+        for path in KINDS:
+            self.app.post(path)(self._ask)
+        for path in ("/v1/models", "/v1/models/{name:path}"):
+            self.app.get(path)(self._models)
+        self.app.get("/health")(self._health)
+        self.app.get("/metrics")(self._metrics)
 
-    async def guard(self, request: Request) -> None:
-        """Refuse other hosts' pages, bodies that a page could send without asking, and requests without a key.
-
-        Raises:
-            RequestError: it is one of these.
-        """
+    async def _guard(self, request: Request) -> None:
+        """Refuse other hosts' pages, bodies that a page could send without asking, and requests without a key."""
         host = request.headers.get("host", "").lower()
         if (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in self.hosts:
             raise RequestError(f"Host {host!r} is not allowed; name it with --allow-host", status=403)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             raise RequestError(f"Content-Type {kind!r} is not supported; send application/json", status=415)
-        known = [hmac.compare_digest(_key(request).encode(), each.encode()) for each in self.keys]
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        request.state.key = key.strip() if self.keys and scheme.lower() == "bearer" else ""
+        known = [hmac.compare_digest(request.state.key.encode(), each.encode()) for each in self.keys]
         if known and not any(known) and request.url.path != "/health":
             raise RequestError("Authorization has no API key of this server", None, "invalid_api_key", status=401)
 
-    async def begin(
-        self, request: Request, asked: Chatted | Prompted, *, answer: bool = True
-    ) -> tuple[Chat, AsyncIterator[Delta | None]]:
-        """Hand a request to the engine; return its deltas as they come, and None where none came for a while.
+    async def _ask(self, request: Request) -> Response:
+        path, body = request.url.path, bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > BODY:
+                raise RequestError(f"the body has more than {BODY >> 20} MiB; send less", status=413)
+        asked = parse(bytes(body), *KINDS[path])
+        chat = await self._chat(request, asked, answer=path != PREFIXES)
+        events, form = self._events(request, chat), _form(chat, isinstance(asked, Chatted), asked.model or self.name)
+        if asked.stream and path != PREFIXES:
+            lines = _stream(chat, events, form, asked.stream_options.get("include_usage", False))
+            return StreamingResponse(lines, media_type="text/event-stream")
+        message = _message([event async for event in events if event is not None], chat.answer.calls)
+        if path == PREFIXES:
+            return JSONResponse({"object": "prefix", "tokens": len(chat.ids), "cached_tokens": chat.cached})
+        return JSONResponse(form(message, chat.reason, whole=True, usage=True))
 
-        Raises:
-            RequestError: it does not fit the context, or too many wait.
-        """
+    async def _chat(self, request: Request, asked: Chatted | Prompted, *, answer: bool) -> Chat:
+        """What the engine is to do; a prompt that does not fit the context is refused."""
         ids = await asyncio.to_thread(asked.ids, self.tokenizer, answer=answer)
-        left, chat = self.max_context - len(ids), isinstance(asked, Chatted)
+        left = self.max_context - len(ids)
         if left < 1 or not ids:
-            told = f"the prompt has {len(ids)} tokens; this server takes 1 to {self.max_context - 1} (--max-context)"
-            raise RequestError(told, "messages" if chat else "prompt", "context_length_exceeded" if left < 1 else None)
-        whose = [_key(request) if self.keys else "", asked.cache_salt]
+            told = f"the prompt has {len(ids)} tokens, not 1 to {self.max_context - 1}; send less, or use {self.remedy}"
+            raise RequestError(told, asked.subject, "context_length_exceeded" if ids else None)
+        whose = [request.state.key, asked.cache_salt]
         tenant = hashlib.sha256(json.dumps(whose).encode()).hexdigest() if any(whose) else ""
-        thinks = self._thinks and chat
+        thinks, tools = (self._thinks, asked.offered) if isinstance(asked, Chatted) else (False, [])
         within = thinks and str(self.tokenizer.decode(ids[-8:])).rstrip().endswith("<think>")
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        tools = asked.offered if isinstance(asked, Chatted) else ()
-        text = Answer(self.tokenizer, stop=[*filter(None, stop)], thinks=thinks, within=within, tools=tools)
-        how = asked.sampling(self.model.generation_config, self.model.config.get_text_config(decoder=True).vocab_size)
+        text = Answer(self.tokenizer, stop=asked.stop, thinks=thinks, within=within, tools=tools)
+        sampler = Sampler(asked, self.model.generation_config, ids, self.model.config.get_text_config().vocab_size)
         most = min(asked.max_completion_tokens or asked.max_tokens or left, left) if answer else 0
-        loop, queue, since = asyncio.get_running_loop(), asyncio.Queue[Delta | Exception | None](), time.perf_counter()
+        return Chat(ids, most, sampler, text, tenant)
 
-        def send(event: Delta | Exception | None) -> None:
-            nonlocal since
-            if isinstance(event, dict) and since:
-                count, seconds = self.first_tokens
-                self.first_tokens, since = (count + 1, seconds + time.perf_counter() - since), 0.0
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(queue.put_nowait, event)
+    def _events(self, request: Request, chat: Chat) -> Events:
+        """Hand a chat to the engine; return its deltas as they come, and None every ten seconds."""
+        queue = asyncio.Queue[Any]()
+        task = self.engine.start(chat, queue.put_nowait)
+        task.add_done_callback(lambda _: self._count(chat))
 
-        job = Chat(ids, most, how, text, tenant, send)
-        self.engine.submit(job)
-        return job, _events(queue, job, asyncio.create_task(_watch(request, job)))
+        async def watch() -> None:
+            message: Any = {"type": ""}
+            while message["type"] != "http.disconnect":
+                try:
+                    message = await asyncio.wait_for(request.receive(), PING)
+                except TimeoutError:
+                    queue.put_nowait(PING)
+            task.cancel()
+
+        async def events() -> Events:
+            try:
+                while (event := await queue.get()) is not None:
+                    if isinstance(event, Exception):
+                        raise event
+                    yield None if event is PING else event
+            finally:
+                task.cancel()
+
+        watching = asyncio.create_task(watch())
+        task.add_done_callback(lambda _: watching.cancel())
+        return events()
+
+    async def _models(self, name: str | None = None) -> Response:
+        if name not in (None, self.name):
+            told = f"there is no model {name!r}; this server has {self.name!r}"
+            raise RequestError(told, "model", "model_not_found", status=404)
+        return JSONResponse(self._about if name else {"object": "list", "data": [self._about]})
+
+    async def _health(self) -> Response:
+        warmed = self.engine.warmed
+        failed = warmed.exception() if warmed.done() else "kernels are compiled"
+        return JSONResponse({"status": str(failed or "ok")}, 503 if failed else 200)
+
+    async def _metrics(self) -> Response:
+        ram, disk = await asyncio.to_thread(lambda: (self.store.ram_bytes, self.store.disk_bytes))
+        chats, counts = len(self.engine.chats), {f"{name}_total": count for name, count in self._counts.items()}
+        counts |= {"saved_prompts_total": self.store.saves, "evictions_total": self.store.evictions}
+        counts |= {"store_ram_bytes": ram, "store_disk_bytes": disk}
+        counts |= {"chats_running": min(chats, self.chats), "chats_waiting": max(chats - self.chats, 0)}
+        kind = {True: "counter", False: "gauge"}
+        lines = [f"# TYPE hf_offload_{k} {kind['_total' in k]}\nhf_offload_{k} {v}" for k, v in counts.items()]
+        name, found = "hf_offload_first_token_seconds", self._first_tokens
+        lines += [f"# TYPE {name} histogram\n{name}_sum {self._seconds}\n{name}_count {found[math.inf]}"]
+        lines += [f'{name}_bucket{{le="{str(k).replace("inf", "+Inf")}"}} {v}' for k, v in found.items()]
+        return PlainTextResponse("\n".join([*lines, ""]))
 
     def _count(self, chat: Chat) -> None:
-        if chat.cached is None:  # it had no turn
-            return
-        found = (len(chat.ids), chat.cached, len(chat.drawn), chat.cached > 0)
-        self.counts = {name: self.counts[name] + value for name, value in zip(self.counts, found, strict=True)}
-
-    def metrics(self) -> str:
-        """What /metrics tells, in Prometheus' text format."""
-        counts = self.counts | {"saved_prompts": self.store.saves, "evictions": self.store.evictions}
-        now = {"store_ram_bytes": self.store.ram_bytes, "store_disk_bytes": self.store.disk_bytes}
-        now |= {"chats_running": len(self.engine.running), "chats_waiting": len(self.engine.waiting)}
-        lines = [f"# TYPE hf_offload_{k} counter\nhf_offload_{k}_total {v}" for k, v in counts.items()]
-        lines += [f"# TYPE hf_offload_{k} gauge\nhf_offload_{k} {v}" for k, v in now.items()]
-        name, (count, seconds) = "hf_offload_first_token_seconds", self.first_tokens
-        return "\n".join([*lines, f"# TYPE {name} summary", f"{name}_sum {seconds}", f"{name}_count {count}", ""])
+        """Count a chat that has ended."""
+        if (cached := chat.cached) is not None:  # else it had no turn
+            self._counts.update(prompt_tokens=len(chat.ids), cached_tokens=cached, generated_tokens=len(chat.drawn))
+            self._counts.update(prefix_hits=cached > 0)
+        if (waited := chat.waited) is not None:
+            self._seconds += waited
+            self._first_tokens = {bound: count + (waited <= bound) for bound, count in self._first_tokens.items()}
 
 
-async def _watch(request: Request, chat: Chat) -> None:
-    """End a chat at its next turn when its client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    chat.gone = True
-
-
-async def _events(
-    queue: asyncio.Queue[Delta | Exception | None], chat: Chat, watch: asyncio.Task[None]
-) -> AsyncIterator[Delta | None]:
-    try:
-        while True:
-            try:
-                event = await asyncio.wait_for(queue.get(), PING)
-            except TimeoutError:
-                yield None
-                continue
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                return
-            yield event
-    finally:
-        chat.gone = True
-        watch.cancel()
-
-
-def _key(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def _error(error: Exception) -> tuple[int, dict[str, Any]]:
+def _error(error: Exception) -> tuple[int, Body]:
     """The status and the body of an error, in OpenAI's form."""
     status = 400 if isinstance(error, ValueError) else 503 if isinstance(error, MemoryError) else 500
     status = getattr(error, "status", getattr(error, "status_code", status))
@@ -179,133 +193,45 @@ async def _refuse(_: Request, error: Exception) -> Response:
     return JSONResponse(body, status, {"Retry-After": "5"} if status == 503 else None)
 
 
-def _form(chat: bool, model: str) -> Callable[..., dict[str, Any]]:
-    """How an answer is written, or a part of it; `part` None: no choice."""
-    shared = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+def _form(chat: Chat, messages: bool, model: str) -> Callable[..., Body]:
+    """How the answer to a chat is written, or a part of it; `part` None: no choice."""
+    name = f"{'chatcmpl' if messages else 'cmpl'}-{uuid.uuid4().hex}"
+    shared = {"id": name, "created": int(time.time()), "model": model}
 
-    def body(part: Delta | None, reason: str | None, *, whole: bool = False, **more: Any) -> dict[str, Any]:
-        own = {"message" if whole else "delta": part} if chat else {"text": (part or {}).get("content") or ""}
+    def body(part: Delta | None, reason: str | None = None, *, whole: bool = False, usage: bool = False) -> Body:
+        own = {"message" if whole else "delta": part} if messages else {"text": (part or {}).get("content") or ""}
         choice = {"index": 0, "finish_reason": reason, "logprobs": None} | own
-        kind = ("chat.completion" if whole else "chat.completion.chunk") if chat else "text_completion"
-        return shared | {"object": kind, "choices": [] if part is None else [choice]} | more
+        kind = ("chat.completion" if whole else "chat.completion.chunk") if messages else "text_completion"
+        counts = {"prompt_tokens": len(chat.ids), "completion_tokens": len(chat.drawn)}
+        counts |= {"total_tokens": sum(counts.values())}
+        told = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": chat.cached or 0}}} if usage else {}
+        return shared | {"object": kind, "choices": [] if part is None else [choice]} | told
 
     return body
 
 
-def _usage(chat: Chat) -> dict[str, Any]:
-    told = {"prompt_tokens": len(chat.ids), "completion_tokens": len(chat.drawn)}
-    told["total_tokens"] = sum(told.values())
-    return told | {"prompt_tokens_details": {"cached_tokens": chat.cached or 0}}
+async def _stream(chat: Chat, events: Events, form: Callable[..., Body], usage: bool) -> AsyncIterator[str]:
+    """The lines of a stream of server-sent events."""
 
-
-async def _stream(
-    job: Chat, events: AsyncIterator[Delta | None], form: Callable[..., dict[str, Any]], asked: Asked
-) -> AsyncIterator[str]:
-    def line(body: Any) -> str:
+    def line(body: Body) -> str:
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
-    if isinstance(asked, Chatted):
-        yield line(form({"role": "assistant", "content": ""}, None))
     try:
+        yield line(form({"role": "assistant", "content": ""}))
         async for event in events:
-            yield ": ping\n\n" if event is None else line(form(event, None))
+            yield ": ping\n\n" if event is None else line(form(event))
+        yield line(form({}, chat.reason))
+        if usage:
+            yield line(form(None, usage=True))
+        yield "data: [DONE]\n\n"
     except Exception as error:  # the status is sent already
+        if not isinstance(error, RequestError):
+            logging.getLogger("uvicorn.error").error("a stream has ended by an error", exc_info=error)
         yield line(_error(error)[1])
-        return
-    yield line(form({}, job.reason))
-    if asked.stream_options and asked.stream_options.include_usage:
-        yield line(form(None, None, usage=_usage(job)))
-    yield "data: [DONE]\n\n"
 
 
-async def _whole(events: AsyncIterator[Delta | None]) -> Delta:
+def _message(deltas: Sequence[Delta], calls: list[Delta]) -> Delta:
     """The message that deltas make."""
-    deltas = [event async for event in events if event is not None]
     text, thought = ("".join(each.get(k, "") for each in deltas) for k in ("content", "reasoning_content"))
-    calls = [{k: call[k] for k in call if k != "index"} for each in deltas for call in each.get("tool_calls", ())]
-    message: Delta = {"role": "assistant", "content": text or (None if calls else "")}
-    return message | ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
-
-
-def make_app(service: Service) -> FastAPI:
-    """Return the app of a service."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(service.guard)])
-    for kind in (ValueError, HTTPException, Exception):
-        app.add_exception_handler(kind, _refuse)
-    if service.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"])
-
-    async def answer(request: Request, asked: Chatted | Prompted) -> Response:
-        job, events = await service.begin(request, asked)
-        form = _form(isinstance(asked, Chatted), asked.model or service.name)
-        if asked.stream:
-            return StreamingResponse(_stream(job, events, form, asked), media_type="text/event-stream")
-        message = await _whole(events)
-        return JSONResponse(form(message, job.reason, whole=True, usage=_usage(job)))
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await answer(request, parse(Chatted, await request.body()))
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, parse(Prompted, await request.body()))
-
-    @app.post("/v1/prefixes")
-    async def prefixes(request: Request) -> Response:
-        body = await request.body()
-        asked = parse(Chatted, body) if b'"messages"' in body else parse(Prompted, body)
-        job, events = await service.begin(request, asked, answer=False)
-        await _whole(events)
-        return JSONResponse({"object": "prefix", "tokens": len(job.ids), "cached_tokens": job.cached})
-
-    model = {"id": service.name, "object": "model", "created": int(time.time()), "owned_by": "hf_offload"}
-    model["max_model_len"] = service.max_context
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model_by_name(name: str) -> Response:
-        if name != service.name:
-            told = f"there is no model {name!r}; this server has {service.name!r}"
-            raise RequestError(told, "model", "model_not_found", status=404)
-        return JSONResponse(model)
-
-    @app.get("/health")
-    async def health() -> Response:
-        ready, failed = service.engine.ready, service.engine.failed
-        return JSONResponse({"status": "ok" if ready else failed or "kernels are compiled"}, 200 if ready else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return PlainTextResponse(await asyncio.to_thread(service.metrics))
-
-    return app
-
-
-class _Server(uvicorn.Server):
-    """A server whose first signal ends the chats, and whose second ends the process."""
-
-    engine: Engine
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            os._exit(128 + sig)  # entries of the store are whole at every moment
-        self.should_exit = True
-        self.engine.stop(wait=False)
-
-
-def run(service: Service, host: str, port: int) -> None:
-    """Serve until a signal comes, then save what was computed.
-
-    Raises:
-        OSError: it cannot be saved.
-    """
-    options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": PATIENCE}
-    server = _Server(uvicorn.Config(make_app(service), host=host, port=port, **options))
-    server.engine = service.engine
-    server.run()
-    service.engine.stop()
-    service.store.close()
+    more = {"reasoning_content": thought, "tool_calls": calls}
+    return {"role": "assistant", "content": text or (None if calls else "")} | {k: x for k, x in more.items() if x}

@@ -301,6 +301,24 @@ def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, d
     return bisect.bisect_left(range(1, MOST_ROWS + 1), True, key=lambda batch: not fits(batch))
 
 
+def most_context(config: PreTrainedConfig, dtype: torch.dtype, setting: tuple[str, dict[str, Any]], memory: int) -> int:
+    """Return the largest context of one row whose cache fits into `memory` bytes of the host, at most `MOST`.
+
+    A model or a setting that a plan does not cover has no such limit: `MOST`.
+    """
+    try:
+        shape = shape_of(config, dtype)
+        memory_of(shape, *setting, context=1, batch=1, two_memories=False)
+    except ValueError:
+        return MOST
+
+    def fits(context: int) -> bool:
+        found = memory_of(shape, *setting, context=context, batch=1, two_memories=False)
+        return found.host + found.stock_bytes <= memory
+
+    return bisect.bisect_left(range(1, MOST + 1), True, key=lambda context: not fits(context))
+
+
 def written(setting: tuple[str, dict[str, Any]]) -> str:
     """Return a setting in the form that `parse_setting` parses."""
     name, options = setting

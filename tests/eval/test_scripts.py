@@ -23,6 +23,7 @@ import perplexity
 import quality
 import save_load
 import second_turn
+import serve
 import soak
 
 MAINS = [
@@ -35,6 +36,7 @@ MAINS = [
     quality.main,
     save_load.main,
     second_turn.main,
+    serve.main,
 ]
 
 
@@ -125,6 +127,8 @@ def test_the_soak_runs_and_finds_a_leak(tmp_path):
         (perplexity.main, "--rows"),
         (perplexity.main, "--betas"),
         (perplexity.main, "--texts"),
+        (serve.main, "--kind"),
+        (serve.main, "--chats"),
         (second_turn.main, "--rows"),
         (second_turn.main, "--kinds"),
         (decode.main, "--kind"),

@@ -21,17 +21,18 @@ from hf_offload.model.hooks import cache_argument
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 types = pytest.importorskip("openai.types")
+from fastapi.middleware.cors import CORSMiddleware  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
 
 from hf_offload.serving import app as serving  # noqa: E402
-from hf_offload.serving.app import Service, make_app  # noqa: E402
+from hf_offload.serving.app import Service  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.get('reasoning_content', '') }}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-CONTEXT = 900
+CONTEXT, LONG = 900, 1000
 
 
 def tokenizer() -> Any:
@@ -49,15 +50,14 @@ def model() -> Any:
 
 @contextmanager
 def serve(model: Any, folder: Path, **options: Any) -> Iterator[TestClient]:
-    store = PrefixStore(folder, model, "full", block_size=16, min_seconds=0)
+    limits = {name: options.pop(name) for name in ("max_ram", "max_bytes", "min_seconds") if name in options}
+    store = PrefixStore(folder, model, "full", block_size=16, **({"min_seconds": 0} | limits))
     service = Service(model, tokenizer(), store, "tiny", **{"max_context": CONTEXT, **options})
-    client = TestClient(make_app(service), base_url="http://127.0.0.1", raise_server_exceptions=False)
-    client.service = service  # type: ignore[attr-defined]
-    try:
+    with TestClient(service.app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        client.service = service  # type: ignore[attr-defined]
         yield client
-    finally:
-        service.engine.stop()
-        store.close()
+    service.engine.close()
+    store.close()
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +166,8 @@ def test_a_document_that_was_read_ahead(client: TestClient) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == first["tokens"]
     second = client.post("/v1/prefixes", json={"prompt": "[system]" + system["content"]}).json()
     assert second["cached_tokens"] == second["tokens"] - 2
+    for prompt in ("messages", '"messages"', ["messages"]):  # a prompt, not messages
+        assert client.post("/v1/prefixes", json={"prompt": prompt, "user": "messages"}).status_code == 200
 
 
 def test_earlier_reasoning_is_handed_to_the_template(client: TestClient) -> None:
@@ -198,11 +200,18 @@ def test_models_health_and_metrics(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     text = client.get("/metrics").text
     numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert "# TYPE hf_offload_prompt_tokens_total counter\nhf_offload_prompt_tokens_total " in text
     for name in ("prompt_tokens_total", "cached_tokens_total", "generated_tokens_total", "store_ram_bytes"):
         assert float(numbers[f"hf_offload_{name}"]) > 0, name
     assert float(numbers["hf_offload_first_token_seconds_count"]) >= 1
     assert float(numbers["hf_offload_first_token_seconds_sum"]) > 0
     assert numbers["hf_offload_chats_running"] == "0"
+    buckets = [
+        int(value) for name, value in numbers.items() if name.startswith("hf_offload_first_token_seconds_bucket")
+    ]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == int(numbers["hf_offload_first_token_seconds_count"])
+    assert 'hf_offload_first_token_seconds_bucket{le="+Inf"}' in numbers
 
 
 @pytest.mark.parametrize(
@@ -230,6 +239,15 @@ def test_models_health_and_metrics(client: TestClient) -> None:
         ({"messages": [3]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"padding": "max_length", "max_length": 1 << 40}}, "chat_template_kwargs"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"n": True}, "n"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
     ids=str,
 )
@@ -251,13 +269,63 @@ def test_values_that_ask_for_nothing_are_taken(client: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/prefixes"])
 def test_bodies_that_are_none(client: TestClient, path: str) -> None:
-    for content in (b"", b"{", b"[]", b"3", b"{}", b"\xff"):
+    for content in (b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"prompt": "x", "temperature": NaN}'):
         response = client.post(path, content=content, headers={"content-type": "application/json"})
         assert response.status_code == 400, content
         assert response.json()["error"]["message"]
     assert client.get(path).status_code == 405
     assert client.get(path).json()["error"]["type"] == "invalid_request_error"
     assert client.get("/nothing").json()["error"]["message"] == "Not Found"
+
+
+def test_a_body_that_is_too_large(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "BODY", 1000)
+    response = client.post("/v1/chat/completions", json=chat("x" * 2000))
+    assert response.status_code == 413
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert client.post("/v1/chat/completions", json=chat("x" * 10)).status_code == 200
+
+
+def test_an_error_within_an_answer(client: TestClient, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends this answer alone, in OpenAI's form, in a stream and not."""
+    engine = client.service.engine  # type: ignore[attr-defined]
+    logits, sizes = engine._logits, list[int]()
+
+    def fail(cache: Any, ids: Any) -> Any:
+        sizes.append(len(ids))
+        if sizes.count(1) == 3:
+            raise OSError("no more")
+        return logits(cache, ids)
+
+    monkeypatch.setattr(engine, "_logits", fail)
+    lines = events(client, "/v1/chat/completions", chat("An answer that fails"))
+    assert json.loads(lines[-1])["error"] == {"message": "no more", "type": "server_error", "param": None, "code": None}
+    sizes.clear()
+    response = client.post("/v1/chat/completions", json=chat("One more of them"))
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "no more"
+    monkeypatch.setattr(engine, "_logits", logits)
+    usage = client.post("/v1/chat/completions", json=chat("One more of them")).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
+    assert not engine.chats
+
+
+def test_titles_and_tags_push_no_chat_from_the_disk(model: Any, tmp_path: Path) -> None:
+    """Side calls as Open WebUI sends them, beside a chat that takes all that the store may have."""
+    task = "### Task:\nGenerate a concise, 3-5 word {}.\n### Chat History:\n<chat_history>\nUSER: {}\n</chat_history>"
+    document = "A tale of two cities. " * 30
+    with serve(model, tmp_path, max_ram=1, max_bytes=1) as client:  # within one entry
+        store = client.service.store  # type: ignore[attr-defined]
+        answer = client.post("/v1/chat/completions", json=chat(document)).json()["choices"][0]["message"]
+        store.flush()
+        saved, store._min_seconds = store.saves, LONG  # side calls take less
+        for kind in ("title", "tags", "follow-up", "query"):
+            assert client.post("/v1/chat/completions", json=chat(task.format(kind, "Hello " * 9))).status_code == 200
+        turn = chat(document)
+        turn["messages"] += [answer, {"role": "user", "content": "And now?"}]
+        usage = client.post("/v1/chat/completions", json=turn).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > len(document)
+        assert (store.saves, store.evictions) == (saved, 0)
 
 
 def test_a_prompt_that_is_too_long(client: TestClient) -> None:
@@ -284,9 +352,14 @@ def test_other_pages_and_bodies_are_refused(client: TestClient) -> None:
 
 
 def test_pages_that_may_ask(model: Any, tmp_path: Path) -> None:
-    with serve(model, tmp_path, origins=["http://a.com"]) as client:
-        asked = {"origin": "http://a.com", "access-control-request-method": "POST"}
+    store = PrefixStore(tmp_path, model, "full", block_size=16)
+    service = Service(model, tokenizer(), store, "tiny", CONTEXT)
+    service.app.add_middleware(CORSMiddleware, allow_origins=["http://a.com"], allow_methods=["*"], allow_headers=["*"])
+    asked = {"origin": "http://a.com", "access-control-request-method": "POST"}
+    with TestClient(service.app, base_url="http://127.0.0.1") as client:
         assert client.options("/v1/models", headers=asked).headers["access-control-allow-origin"] == "http://a.com"
+    service.engine.close()
+    store.close()
 
 
 def test_keys_are_tenants(model: Any, tmp_path: Path) -> None:
@@ -348,13 +421,13 @@ def test_a_full_queue_and_turns(model: Any, tmp_path: Path) -> None:
                 body = chat("some text" * number, max_tokens=3)
                 ask = lambda body=body: codes.append(client.post("/v1/chat/completions", json=body).status_code)  # noqa: E731
                 threading.Thread(target=ask, daemon=True).start()
-                until(lambda number=number: len(engine.running) + len(engine.waiting) > number)
+                until(lambda number=number: len(engine.chats) > number)
             refused = client.post("/v1/chat/completions", json=chat("more"))
             assert refused.status_code == 503
             assert refused.headers["retry-after"]
             text = client.get("/metrics").text
-            assert "hf_offload_chats_running 1" in text  # the others are let in at the next turn
-            assert "hf_offload_chats_waiting 2" in text
+            assert "hf_offload_chats_running 2" in text
+            assert "hf_offload_chats_waiting 1" in text
         finally:
             held.let_go()
         until(lambda: len(codes) == 3)
@@ -375,8 +448,8 @@ def test_a_server_that_stops_ends_its_chats_and_keeps_what_was_read(model: Any, 
         thread = threading.Thread(target=lambda: found.append(client.post("/v1/chat/completions", json=body)))
         thread.start()
         engine = client.service.engine  # type: ignore[attr-defined]
-        until(lambda: engine.running and len(engine.running[0][0].drawn) > 3)
-        engine.stop()
+        until(lambda: any(len(each.drawn) > 3 for each in engine.chats.values()))
+        client.portal.call(engine.stop)
         thread.join()
         assert found[0].status_code == 503
         assert client.post("/v1/chat/completions", json=body).status_code == 503

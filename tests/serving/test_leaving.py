@@ -20,7 +20,8 @@ from hf_offload import PrefixStore
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
-from hf_offload.serving.app import Service, make_app  # noqa: E402
+from hf_offload.serving.app import Service  # noqa: E402
+from hf_offload.serving.turns import Chat  # noqa: E402
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -39,9 +40,9 @@ class Running:
         self.store = PrefixStore(folder, model, "full", block_size=16, **{"min_seconds": 1000, **options})
         self.service = Service(model, tokenizer, self.store, "tiny", 8000, chats=chats)
         self.engine = self.service.engine
-        until(lambda: self.engine.ready)
+        self.engine.warmed.result()
         model.register_forward_pre_hook(lambda *_: time.sleep(pause))
-        self.server = uvicorn.Server(uvicorn.Config(make_app(self.service), port=0, log_level="warning"))
+        self.server = uvicorn.Server(uvicorn.Config(self.service.app, port=0, log_level="warning"))
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         until(lambda: self.server.started)
@@ -50,8 +51,12 @@ class Running:
     def close(self) -> None:
         self.server.should_exit = True
         self.thread.join()
-        self.engine.stop()
+        self.engine.close()
         self.store.close()
+
+    @property
+    def chats(self) -> list[Chat]:
+        return list(self.engine.chats.values())
 
     def ask(self, text: str, stream: bool, **more: Any) -> socket.socket:
         body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": stream, **more}).encode()
@@ -73,15 +78,16 @@ def running(tmp_path: Path) -> Iterator[Running]:
 def test_a_client_that_leaves_ends_its_work(running: Running, where: str, stream: bool) -> None:
     text = "x" * 4000 if where == "prompt" else "a tale of two cities"
     connection = running.ask(text, stream)
-    until(lambda: running.engine.running)
-    chat, _ = running.engine.running[0]
+    until(lambda: running.chats)
+    (chat,) = running.chats
     if where == "answer":
         until(lambda: len(chat.drawn) > 3)
     else:
         until(lambda: chat.cached is not None)
     connection.close()
     start = time.monotonic()
-    until(lambda: not running.engine.running)
+    until(lambda: not running.chats)
+    running.engine._thread.submit(int).result()  # what was computed is kept
     assert time.monotonic() - start < 1.5
     kept = max(len(entry.ids) for entry in running.store._held)
     if where == "answer":
@@ -96,16 +102,15 @@ def test_a_client_that_leaves_ends_its_work(running: Running, where: str, stream
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_the_queue_is_never_read(running: Running, stream: bool) -> None:
     first = running.ask("first", True)
-    until(lambda: running.engine.running)
+    until(lambda: len(running.chats) == 1)
     second = running.ask("second", stream)
-    until(lambda: running.engine.waiting)
-    chat = running.engine.waiting[0]
+    until(lambda: len(running.chats) == 2)
+    chat = running.chats[1]
     second.close()
-    until(lambda: not running.engine.waiting)
+    until(lambda: len(running.chats) == 1)
     first.close()
-    until(lambda: not running.engine.running)
+    until(lambda: not running.chats)
     assert chat.cached is None
-    assert chat.gone
 
 
 @pytest.mark.slow

@@ -35,7 +35,10 @@ class Process:
         line = [sys.executable, str(ROOT / "hf_offload_cli.py"), "serve", "--store", str(folder)]
         environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         self.process = subprocess.Popen([*line, "--port", str(self.port), *options], env=environment)
-        end = time.monotonic() + 120
+
+    def wait(self) -> None:
+        """Until it listens, and its kernels are compiled."""
+        end = time.monotonic() + 300
         while True:
             assert self.process.poll() is None
             assert time.monotonic() < end
@@ -68,6 +71,7 @@ class Process:
 def serve(folder: Path, *options: str) -> Iterator[Process]:
     process = Process(folder, *options)
     try:
+        process.wait()
         yield process
     finally:
         process.process.kill()

@@ -9,7 +9,7 @@ import pytest
 from letters import letters
 from transformers import PreTrainedTokenizerBase
 
-from hf_offload.serving.text import Answer
+from hf_offload.serving.answers import Answer
 
 TOOLS = [
     {
@@ -76,19 +76,39 @@ def test_tool_calls(call: str) -> None:
     found, answer = deltas(f"Well.\n<tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>", tools=TOOLS)
     calls = [each for delta in found for each in delta.get("tool_calls", [])]
     assert [each["index"] for each in calls] == [0, 1]
-    assert answer.calls == 2
+    assert len(answer.calls) == 2
     assert {each["function"]["name"] for each in calls} == {"add"}
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1, "b": "2"}
     assert text_of(found) == "Well.\n"
 
 
-@pytest.mark.parametrize("call", ["{broken", '["a"]', '{"name": "add", "arguments": 3}'])
+@pytest.mark.parametrize("call", ["{broken", '["a"]', '{"name": "add", "arguments": 3}', '{"name": 3}', "[" * 9999])
 def test_what_is_no_tool_call_is_text(call: str) -> None:
     found, answer = deltas(f"<tool_call>{call}</tool_call>", tools=TOOLS)
     assert text_of(found) == f"<tool_call>{call}</tool_call>"
     found, answer = deltas(f"<tool_call>{call}", tools=TOOLS)
     assert text_of(found) == f"<tool_call>{call}"
     assert not answer.calls
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": None}, {"properties": {"a": True}}], ids=str)
+def test_tools_without_a_schema(parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}, {"function": {}}]
+    call = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+    found, answer = deltas(f"<tool_call>{call}</tool_call>", tools=tools)
+    assert json.loads(answer.calls[0]["function"]["arguments"]) == {"a": 1}
+    assert found[-1]["tool_calls"][0]["function"] == answer.calls[0]["function"]
+
+
+def test_bytes_that_make_no_character_are_given_in_the_end(smollm2: tuple[Any, PreTrainedTokenizerBase]) -> None:
+    _, tokenizer = smollm2
+    half = tokenizer("🙂", add_special_tokens=False)["input_ids"][:1]
+    answer = Answer(tokenizer)
+    assert text_of([*answer.add(half[0]), *answer.end()]) == ""
+    answer = Answer(tokenizer)
+    parts = [text_of(answer.add(token)) for token in (*half * 40, *tokenizer("end")["input_ids"])]
+    assert "".join(parts).endswith("end")
+    assert sum(map(bool, parts)) > 3
 
 
 def test_a_character_of_several_tokens_comes_whole(smollm2: tuple[Any, PreTrainedTokenizerBase]) -> None:
