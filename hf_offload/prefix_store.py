@@ -525,11 +525,15 @@ class PrefixStore:
             entries.touch(entry.path)
 
     def _evict(self, newest: _Entry) -> None:
-        """Drop entries that were least recently used while all exceed `max_ram`; those in use stay."""
-        for entry in sorted(self._held, key=lambda entry: entry.used):
+        """Drop entries while all exceed `max_ram`: what is soon computed again, then what was least recently used."""
+
+        def order(entry: _Entry) -> tuple[bool, int]:
+            return entry.path is not None or entry.seconds >= self._min_seconds, entry.used
+
+        for entry in sorted(self._held, key=order):
             if self.ram_bytes <= self._max_ram:
                 return
-            if not entry.users and entry is not newest:
+            if not entry.users and (entry is not newest or not order(entry)[0]):
                 if self._wants_saving(entry):
                     self._save_soon(entry)
                 self._held.remove(entry)
