@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pools import used_blocks
 from tiny import DEVICE, SIZES, spread_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -169,10 +170,10 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
                 tables.append(store.table[:, : store.reserved].ravel())
     for pool, tables in (each for number, each in held.items() if number not in deciding):
         ids, counts = np.unique(np.concatenate(tables).astype(np.int64), return_counts=True)
-        used = pool.used_blocks  # releases what collected caches held
+        used = used_blocks(pool)  # releases what collected caches held
         if not np.array_equal(pool.refcount[ids], counts):
             gc.collect()  # a kernel was compiled: Numba's frames hold a cache that was dropped until then
-            used = pool.used_blocks
+            used = used_blocks(pool)
         assert np.array_equal(pool.refcount[ids], counts), "references that nobody holds, or holders without one"
         assert leaks or used == len(ids), "blocks that nobody holds are not free"
         addresses = pool.block_ptr[ids]

@@ -26,6 +26,18 @@ def for_python(*functions: Any) -> tuple[Any, ...]:
     return tuple([jit_for_python(function.py_func) for function in functions])
 
 
+def used_blocks(pool: HostPool) -> int:
+    """Number of physical blocks with a reference."""
+    pool._collect()
+    return pool.num_blocks - len(pool._free)
+
+
+def used_bytes(pool: HostPool) -> int:
+    """Bytes of the blocks with a reference, each counted once."""
+    pool._collect()
+    return sum((slabs.places - len(slabs.free)) * slabs.nbytes for slabs in (pool._plain, pool._packed))
+
+
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The tensor's memory as the array that kernels take."""
     return tensor.view(_BITS[tensor.dtype]).numpy()

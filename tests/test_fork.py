@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pools import used_bytes
 from test_families import build
 from test_from_cache import TIERS, decode, prefill
 from tiny import prompt, tiny_model
@@ -58,7 +59,7 @@ def pool_bytes(*caches: HybridCache) -> int:
         cache.drain()
     layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, HybridLayer)]
     contexts = {layer.state.retained.pool for layer in layers if isinstance(layer.state, TokenMass)}
-    return sum(pool.used_bytes for pool in {layer.store.pool for layer in layers if layer.store} | contexts)
+    return sum(used_bytes(pool) for pool in {layer.store.pool for layer in layers if layer.store} | contexts)
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def decode(
     merged, _ = merge(out, lse, host, step.query, logits, scale=scores.scale, dtype=query.dtype)
     checks = layer.settings.checks
     if checks is not None and layer.mirror.capture is None and checks.due(layer.index, stats.steps):
-        _check(step, plan, out, lse, host, sinks)
+        _check(step, plan, (out, lse, host), sinks)
     stats.count_step(dense=step.dense)
     step.cpu_ratio = 0.0 if plan.host is None else plan.host.share(step)
     layer.count("cpu_ratio", step.cpu_ratio)
@@ -159,18 +159,13 @@ def decode(
 
 
 def _check(
-    step: SplitStep,
-    plan: Plan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    host: HostResult | None,
-    sinks: torch.Tensor | None,
+    step: SplitStep, plan: Plan, parts: tuple[torch.Tensor, torch.Tensor, HostResult | None], sinks: torch.Tensor | None
 ) -> None:
-    """Compare the step with full attention on the CPU, for the statistics; the arguments are those of its merge."""
+    """Compare the step with full attention on the CPU, for the statistics; `parts` are what its merge joined."""
     scale, logits = step.scores.scale, None if sinks is None else sinks.float()
-    merged, total = merge(out, lse, host, step.query, None, scale=scale, dtype=torch.float32)
+    merged, total = merge(*parts, step.query, None, scale=scale, dtype=torch.float32)
     if logits is not None:
-        merged, _ = merge(out, lse, host, step.query, logits, scale=scale, dtype=torch.float32)
+        merged, _ = merge(*parts, step.query, logits, scale=scale, dtype=torch.float32)
     step.layer.write_back()
     estimate = None if plan.host is None else plan.host.estimate(step)
     outcome = Outcome(step.query.cpu().numpy(), merged.cpu().numpy(), total.cpu().numpy(), estimate)

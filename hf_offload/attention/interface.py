@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from hf_offload.scores import Scores
 _UNSUPPORTED = ("position_bias", "indices")  # additive biases, indexed sparse attention
 _SPECIAL_ARGUMENTS = frozenset((*_UNSUPPORTED, "cache", "sliding_window"))
 """Keyword arguments that may ask for something unsupported; many models pass them as None."""
+_PLAIN = {"mask_function": causal_mask_function, "local_size": None, "allow_is_causal_skip": True, "use_vmap": False}
+"""The arguments of a mask of plain causal attention; `sdpa_mask` has the same defaults."""
 
 
 def register() -> None:
@@ -45,28 +46,12 @@ def hybrid_sparse_mask(*, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
 
 
 @uncompiled
-def _mask(
-    *,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    plain = mask_function is causal_mask_function and local_size is None and allow_is_causal_skip and not use_vmap
+def _mask(*, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
+    plain = all(kwargs.get(name, default) == default for name, default in _PLAIN.items())
     if isinstance(kv_length, HybridLength) and plain:
-        return None if attention_mask is None else _padding_mask(attention_mask, kv_length)
-    return sdpa_mask(
-        kv_length=int(kv_length),
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        use_vmap=use_vmap,
-        **kwargs,
-    )
+        mask = kwargs.get("attention_mask")
+        return None if mask is None else _padding_mask(mask, kv_length)
+    return sdpa_mask(kv_length=int(kv_length), **kwargs)
 
 
 def hybrid_sparse_attention(
@@ -115,13 +100,23 @@ def _attend_stock(
     scaling: float | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend the K and V of another cache with Transformers' sdpa, or with softcap and sinks in torch operations."""
+    """Attend the K and V of another cache with Transformers' sdpa.
+
+    With softcap or sinks, which sdpa does not support (Gemma 2, GPT-OSS), in torch operations.
+    """
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     if scores.softcap is None and sinks is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    return _stock_attention(query, key, value, attention_mask, dropout, scores, sinks), None
+    if dropout:
+        raise ValueError(f"dropout={dropout} with a softcap or attention sinks; put the model in eval mode")
+    if attention_mask is None and query.shape[2] > 1:  # plain causal: keys after the queries' own are unused
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    past = key.shape[2] - query.shape[2]
+    tiles = [(0, key[:, :, :past], value[:, :, :past])] if past else []
+    new_k, new_v = key[:, :, past:], value[:, :, past:]
+    return append_attention(query, new_k, new_v, past, tiles, attention_mask, scores=scores, sinks=sinks), None
 
 
 def _scores(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scores:
@@ -160,10 +155,10 @@ def _attend(
     scores, sinks = _scores(query, scaling, kwargs), kwargs.get("s_aux")
     dense = attention_mask is not None and attention_mask.ndim == 4
     batch, _, length, _ = query.shape
-    special = not _SPECIAL_ARGUMENTS.isdisjoint(kwargs) and _asks_for_more(kwargs)
+    special = not _SPECIAL_ARGUMENTS.isdisjoint(kwargs)
+    special = special and (kwargs.get("sliding_window") is not None or bool(_unsupported(kwargs)))
     if special or dropout or length > 1 or query.requires_grad or layer.known() is not module:
-        # `is_causal` matters only for several queries without a mask.
-        _check(layer, module, kwargs, dropout, query.requires_grad, causal=length > 1 and attention_mask is None)
+        _check(layer, module, query, attention_mask, dropout, kwargs)
     if torch.is_autocast_enabled(layer.device_type):  # `update` has cast K and V; nothing else may be cast
         with uncast(layer.device_type):
             query = query.to(key.dtype)
@@ -264,26 +259,6 @@ def _key_mask(mask: torch.Tensor | None, decoding: bool) -> torch.Tensor | None:
     return visible
 
 
-def _stock_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scores: Scores,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend another cache's K and V with softcap or sinks, which sdpa does not support (Gemma 2, GPT-OSS)."""
-    if dropout:
-        raise ValueError(f"dropout={dropout} with a softcap or attention sinks; put the model in eval mode")
-    if mask is None and query.shape[2] > 1:  # plain causal: keys after the queries' own are unused
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    past = key.shape[2] - query.shape[2]
-    tiles = [(0, key[:, :, :past], value[:, :, :past])] if past else []
-    new_k, new_v = key[:, :, past:], value[:, :, past:]
-    return append_attention(query, new_k, new_v, past, tiles, mask, scores=scores, sinks=sinks)
-
-
 def _unsupported(kwargs: dict[str, Any]) -> list[str]:
     """Return the keyword arguments of an attention call that ask for something unsupported.
 
@@ -293,24 +268,15 @@ def _unsupported(kwargs: dict[str, Any]) -> list[str]:
     return found if isinstance(kwargs.get("cache"), Cache | None) else [*found, "cache"]
 
 
-def _asks_for_more(kwargs: dict[str, Any]) -> bool:
-    """Whether an attention call asks for more than plain full attention, or may do so."""
-    return kwargs.get("sliding_window") is not None or bool(_unsupported(kwargs))
-
-
 def _check(
-    layer: HybridLayer,
-    module: torch.nn.Module,
+    layer: HybridLayer, module: torch.nn.Module, query: torch.Tensor, mask: torch.Tensor | None, dropout: float,
     kwargs: dict[str, Any],
-    dropout: float,
-    gradients: bool,
-    *,
-    causal: bool,
-) -> None:
+) -> None:  # fmt: skip
     served, window, reasons = layer.serves(module), kwargs.get("sliding_window"), _unsupported(kwargs)
     beyond_window = window is not None and layer.get_seq_length() > window
+    causal = query.shape[2] > 1 and mask is None  # `is_causal` matters only for several queries without a mask
     non_causal = causal and False in (kwargs.get("is_causal"), getattr(module, "is_causal", True))
-    if served and not (beyond_window or non_causal or dropout or reasons or gradients):
+    if served and not (beyond_window or non_causal or dropout or reasons or query.requires_grad):
         return
     if beyond_window:
         reasons.append(f"sliding_window={window} in a layer that is full attention by the model's config")
@@ -318,7 +284,7 @@ def _check(
         reasons.append("attention that is not causal")
     if dropout:
         reasons.append(f"dropout={dropout} (put the model in eval mode)")
-    if gradients:
+    if query.requires_grad:
         reasons.append("gradients of queries (run the model under torch.no_grad())")
     if not served:
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")

@@ -387,13 +387,10 @@ class CpuStep(Step):
             self.then(lambda step: digests.fill(bundle, query, step.scores.scale))
         return bundle
 
-    def select(self, score: np.ndarray, blocks: int) -> Selection:
-        return self._select(score, blocks, self.recent_blocks)
-
     def recent(self, blocks: int) -> Selection:
         unsealed, sinks = self.num_blocks - self.store.sealed, -(-self.layer.requirements.sinks // self.block_size)
         self.buffers.make_room(self.store.num_kv_heads, self.store.sealed)
-        return self._select(self.buffers.score, 0, max(blocks - unsealed - sinks, 0))
+        return self.select(self.buffers.score, 0, max(blocks - unsealed - sinks, 0))
 
     def _new_selection(self, blocks: int, recent: int, most: int) -> tuple[Selection, tuple[np.ndarray, np.ndarray]]:
         """Return an uninitialized selection and the bounds of the sinks.
@@ -409,8 +406,9 @@ class CpuStep(Step):
         width = min(max(blocks, always), most)
         return self._selection(np.empty((*shape, width), np.int32), np.empty(shape, np.int32)), (low, high)
 
-    def _select(self, score: np.ndarray, blocks: int, recent: int) -> Selection:
-        """Select blocks now, by computed scores."""
+    def select(self, score: np.ndarray, blocks: int, recent: int | None = None) -> Selection:
+        """As in `Step`, at once, by computed scores."""
+        recent = self.recent_blocks if recent is None else recent
         selection, bounds = self._new_selection(blocks, recent, self.num_blocks)
         launch = block_topk.select_blocks(
             score, self.store.sealed, self.num_blocks, *bounds, recent, blocks, selection.items, selection.counts

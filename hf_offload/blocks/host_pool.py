@@ -33,11 +33,6 @@ class _Slabs:
         self.places = 0
         self.free: list[int] = []
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the places in use."""
-        return (self.places - len(self.free)) * self.nbytes
-
     def adopt(self, slab: torch.Tensor) -> np.ndarray:
         """Add a slab whose places are all in use; return their addresses, int64."""
         self.pinned = self.pinned and slab.is_pinned()
@@ -129,18 +124,6 @@ class HostPool:
     def block_bytes(self) -> int:
         """Bytes of one block that is not packed, all KV heads."""
         return self._plain.nbytes
-
-    @property
-    def used_blocks(self) -> int:
-        """Number of physical blocks with a reference."""
-        self._collect()
-        return self.num_blocks - len(self._free)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the blocks with a reference, each counted once."""
-        self._collect()
-        return self._plain.used_bytes + self._packed.used_bytes
 
     def allocate(self, count: int, *, packed: bool = False) -> np.ndarray:
         """Allocate blocks with one reference each; return them, int32 `[count]`."""

@@ -198,11 +198,7 @@ def store_tokens(
             f"v has shape {tuple(v.shape)}, strides {v.stride()} on {v.device}; k has {tuple(k.shape)} on {k.device}, "
             "and the last stride must be 1"
         )
-    require(
-        k.device,
-        block_ptr=(block_ptr, (torch.int64,), (block_ptr.shape[0],)),
-        table=(table, (torch.int32,), (batch, table.shape[-1])),
-    )
+    _check_host(block_ptr, table, batch, k.device)
     if first < 0 or first + tokens > table.shape[1] * block_size:
         raise ValueError(f"tokens {first}..{first + tokens} exceed the table's {table.shape[1] * block_size}")
     if k.device.type not in ON_TRITON:
@@ -253,9 +249,9 @@ def _check_geometry(size: int, dim: int) -> None:
         raise ValueError(f"head dimension {dim} is not a multiple of 16 in 16..256")
 
 
-def _check_host(block_ptr: torch.Tensor, table: torch.Tensor, batch: int) -> None:
+def _check_host(block_ptr: torch.Tensor, table: torch.Tensor, batch: int, device: torch.device | None = None) -> None:
     require(
-        None,
+        device,
         block_ptr=(block_ptr, (torch.int64,), (block_ptr.shape[0],)),
         table=(table, (torch.int32,), (batch, table.shape[-1])),
     )

@@ -94,7 +94,10 @@ def mark_retained(
     kv_heads: int,
     rule: str,
 ) -> Tensor:
-    """Return which tokens `mark_retained` keeps, bool [B, Hkv, stop - first]."""
+    """Return which tokens first..stop-1 are kept, bool [B, Hkv, stop - first].
+
+    Tokens before `border` have the threshold `threshold_old`, the others `threshold_new`, [B] each.
+    """
     batch, query_heads, _ = average.shape
     grouped = average[..., first:stop].double().reshape(batch, kv_heads, query_heads // kv_heads, stop - first)
     joined = grouped.amax(2) if rule == "any" else grouped.mean(2)

@@ -169,13 +169,14 @@ def gather_tokens(
     return _move(False, k_out, v_out, block_ptr, table, first, block_size)
 
 
-def copy_records(src_addr: Array, dst_addr: Array, nbytes: int) -> Launch:
+def copy_records(src_addr: Array, dst_addr: Array, nbytes: int, keep: tuple[Any, ...] = ()) -> Launch:
     """Prepare the copy of n records of the same size; no source may overlap another record's target.
 
     Args:
         src_addr: int64 [n], addresses in bytes.
         dst_addr: int64 [n], addresses in bytes.
         nbytes: size of a record in bytes.
+        keep: objects whose memory the kernel reaches only by address.
 
     Raises:
         ValueError: different numbers of addresses, or a memory layout that the kernel does not cover.
@@ -185,7 +186,7 @@ def copy_records(src_addr: Array, dst_addr: Array, nbytes: int) -> Launch:
     require("dst_addr", dst_addr, I64, src_addr.shape)
     chunk = max(1, _CHUNK_BYTES // max(1, nbytes))
     args: tuple[Any, ...] = (src_addr, dst_addr, int(nbytes), chunk)
-    return Launch(copy_kernel, -(-len(src_addr) // chunk), args, len(src_addr) * nbytes)
+    return Launch(copy_kernel, -(-len(src_addr) // chunk), args, len(src_addr) * nbytes, keep)
 
 
 def touch_records(addr: Array, nbytes: int) -> Launch:

@@ -242,12 +242,6 @@ def _load(builder: Any, name: str, kind: Any, address: Any, align: int, mask: An
     return emit_call(builder, f"llvm.masked.load.{name}.p0", kind, place, ir.Constant(BITS32, align), mask, others)
 
 
-def _store(builder: Any, name: str, vector: Any, address: Any, align: int, mask: Any) -> None:
-    place = pointer(builder, address, vector.type)
-    name = f"llvm.masked.store.{name}.p0"
-    emit_call(builder, name, ir.VoidType(), vector, place, ir.Constant(BITS32, align), mask)
-
-
 def _emit_marks(builder: Any, octets: Any) -> Any:
     return builder.uitofp(builder.zext(octets, WORDS), FLOATS)
 
@@ -259,21 +253,8 @@ def _load_some(builder: Any, address: Any, count: Any) -> Any:
 
 @lowered_as(types.void(types.int64, types.int64, VECTOR))
 def _store_some(builder: Any, address: Any, count: Any, vector: Any) -> None:
-    _store(builder, "v16f32", vector, address, 4, _first_lanes(builder, count))
-
-
-def _emit_octets(builder: Any, vector: Any) -> Any:
-    return builder.trunc(builder.fptoui(vector, WORDS), _BYTES)
-
-
-@lowered_as(types.void(types.int64, VECTOR))
-def _store_all_marks(builder: Any, address: Any, vector: Any) -> None:
-    builder.store(_emit_octets(builder, vector), pointer(builder, address, _BYTES), align=1)
-
-
-@lowered_as(types.void(types.int64, types.int64, VECTOR))
-def _store_some_marks(builder: Any, address: Any, count: Any, vector: Any) -> None:
-    _store(builder, "v16i8", _emit_octets(builder, vector), address, 1, _first_lanes(builder, count))
+    place, mask = pointer(builder, address, FLOATS), _first_lanes(builder, count)
+    emit_call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), vector, place, ir.Constant(BITS32, 4), mask)
 
 
 @lowered_as(VECTOR(types.int64, types.int64))
@@ -306,12 +287,3 @@ def store_first(address: int, count: int, vector: Any) -> None:
 def load_marks(address: int, count: int) -> Any:
     """The first `count` of 16 unsigned bytes at `address` as float32, 0 in the other lanes."""
     return _load_all_marks(address) if count >= 16 else _load_some_marks(address, count)
-
-
-@jit
-def store_marks(address: int, count: int, vector: Any) -> None:
-    """Write the first `count` of 16 lanes (whole numbers 0 to 255) as bytes at `address`; all 16 if count is larger."""
-    if count >= 16:
-        _store_all_marks(address, vector)
-    else:
-        _store_some_marks(address, count, vector)

@@ -31,11 +31,15 @@ def join_scores(scores: torch.Tensor, run: int, digest: str) -> torch.Tensor:
     return runs.logsumexp(-1) if DIGESTS[digest].sums else runs.amax(-1)
 
 
+def largest_norm(out: torch.Tensor) -> torch.Tensor:
+    """The largest ‖O_h‖₂ among the heads of `[B, Hq, D]`, for each of them: `[B, Hq]`."""
+    norms: torch.Tensor = torch.linalg.vector_norm(out, dim=-1)
+    return norms.amax(-1, keepdim=True).expand_as(norms)
+
+
 def deviation_limit(full: torch.Tensor, taus: Sequence[float]) -> torch.Tensor:
     """τ · max over heads of ‖o_h‖₂ (Eq. 2), `[B, Hq, taus]`, from the full outputs `[B, Hq, D]`."""
-    largest: torch.Tensor = torch.linalg.vector_norm(full, dim=-1).amax(-1, keepdim=True)
-    limits = largest[..., None] * torch.tensor(taus, dtype=full.dtype, device=full.device)
-    return limits.expand(*full.shape[:2], -1)
+    return largest_norm(full)[..., None] * torch.tensor(taus, dtype=full.dtype, device=full.device)
 
 
 def needed_at_blocks(

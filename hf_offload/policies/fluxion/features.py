@@ -10,7 +10,7 @@ query, two partials and the prompt's statistics.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from hf_offload.policies.fluxion.block_attention import (
     join_blocks,
     logits,
 )
-from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit, needed_at_blocks
+from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit, largest_norm, needed_at_blocks
 
 MOMENTS = ("mean", "variance", "skewness", "kurtosis")  # over tokens, of ‖K_cpu‖₂, ‖V_cpu‖₂ and z(q′)
 PROMPT_FEATURES = (
@@ -111,12 +111,6 @@ def mean_norm(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return norms.sum(-1) / valid.sum(-1, keepdim=True).clamp(min=1)
 
 
-def largest_norm(out: torch.Tensor) -> torch.Tensor:
-    """The largest ‖O_h‖₂ among the heads of `[B, Hq, D]`, for each of them: `[B, Hq]`."""
-    norms: torch.Tensor = torch.linalg.vector_norm(out, dim=-1)
-    return norms.amax(-1, keepdim=True).expand_as(norms)
-
-
 def prompt_statistics(
     layer: int,
     anchor: torch.Tensor,
@@ -125,10 +119,10 @@ def prompt_statistics(
     host: Iterable[Tokens],
     scores: torch.Tensor,
     *,
-    tau: float,
+    taus: Sequence[float],
     digest: str,
     scale: float,
-) -> PromptStatistics:
+) -> tuple[PromptStatistics, torch.Tensor]:
     """The statistics of a prompt in one layer; reads the host's keys and values once.
 
     Args:
@@ -137,43 +131,55 @@ def prompt_statistics(
         sinks, local: tokens on the device.
         host: the tokens in between, in tiles of whole blocks of 16; only the last block may be shorter.
         scores: fp32 `[B, Hq, n]`, log masses for the anchor of the host's blocks by their digests.
-        tau: the deviation that the anchor's budgets are for (Eq. 2).
+        taus: the deviations that the anchor's budgets are for (Eq. 2).
         digest: the digest of `scores`.
         scale: softmax scale.
+
+    Returns:
+        The statistics, with the budgets for the first of the deviations; and those for all, fp32 `[B, Hq, 4, taus]`.
     """
     anchor = anchor.float()
     length = torch.linalg.vector_norm(anchor, dim=-1)
-    sums_of = _HostSums(anchor, length, scale)
+    keys, values, z, tiles = Moments(), Moments(), Moments(), []
     for tile in host:
-        sums_of.add(tile)
-    blocks, valid, sums = sums_of.joined()
-    blocks, valid, scores = from_first_block(blocks, valid, scores)
+        drop = ~tile.valid[:, None, :, None]
+        key, value = (x.float().masked_fill(drop, 0.0) for x in tile[:2])
+        clean = Tokens(key, value, tile.valid)
+        products = logits(anchor, clean, scale).masked_fill(~tile.valid[:, None], 0.0)
+        z.add(products / length.clamp(min=1e-12)[..., None], tile.valid)
+        keys.add(torch.linalg.vector_norm(key, dim=-1), tile.valid)
+        values.add(torch.linalg.vector_norm(value, dim=-1), tile.valid)
+        tiles.append((*attend_blocks(anchor, clean, scale), tile.valid, torch.stack((key.sum(2), value.sum(2)), 2)))
+    parts, lses, valids, totals = zip(*tiles, strict=True)
+    sums = torch.stack(totals).sum(0)  # [B, Hkv, 2, D]
+    blocks, valid, scores = from_first_block((torch.cat(parts, 2), torch.cat(lses, 2)), torch.cat(valids, 1), scores)
     group = anchor.shape[1] // sums.shape[1]
     means = sums / valid.sum(-1).clamp(min=1)[:, None, None, None]  # [B, Hkv, 2, D]
     sink, newest = (attend(anchor, tokens, scale) for tokens in (sinks, local))
     host_out, host_lse = (part[:, :, 0] for part in join_blocks(blocks, -1))
     device, whole = merge_partials([sink, newest]), merge_partials([sink, newest, (host_out, host_lse)])
-    limit = deviation_limit(whole[0], [tau])
-    budgets = needed_at_blocks(device, blocks, scores, valid, whole[0], limit, digest=digest)[..., 0]
+    limit = deviation_limit(whole[0], taus)
+    budgets = needed_at_blocks(device, blocks, scores, valid, whole[0], limit, digest=digest)
     kv = torch.cat(
         (
             torch.stack((mean_norm(sinks.key, sinks.valid), mean_norm(sinks.value, sinks.valid)), -1),
             torch.linalg.vector_norm(means, dim=-1),
-            sums_of.keys.mean_to_kurtosis(),
-            sums_of.values.mean_to_kurtosis(),
+            keys.mean_to_kurtosis(),
+            values.mean_to_kurtosis(),
         ),
         -1,
     ).repeat_interleave(group, 1)
-    shape, z = length.shape, sums_of.z.mean_to_kurtosis()
+    shape, z_moments = length.shape, z.mean_to_kurtosis()
     heads = torch.arange(shape[1], device=anchor.device).expand(shape)
     outs = (torch.linalg.vector_norm(part, dim=-1) for part in (sink[0], host_out, newest[0]))
     columns = (
-        torch.stack((torch.full_like(length, layer), heads.float()), -1), kv, z,
-        torch.stack((sink[1], host_lse, newest[1], *outs, length), -1), budgets, largest_norm(device[0])[..., None],
+        torch.stack((torch.full_like(length, layer), heads.float()), -1), kv, z_moments,
+        torch.stack((sink[1], host_lse, newest[1], *outs, length), -1), budgets[..., 0],
+        largest_norm(device[0])[..., None],
     )  # fmt: skip
     mean_key = scale * means[:, :, 0].repeat_interleave(group, 1)
     directions = torch.stack((mean_key, anchor / length.clamp(min=1e-12)[..., None]), 2)
-    return PromptStatistics(torch.cat(columns, -1), directions, z[..., 1] / 2)
+    return PromptStatistics(torch.cat(columns, -1), directions, z_moments[..., 1] / 2), budgets
 
 
 def step_features(
@@ -201,30 +207,3 @@ def step_features(
     lses = torch.stack((sink_lse, local_lse, host_lse), -1)
     sizes = lengths[:, None].expand(-1, query.shape[1], -1)
     return torch.cat((statistics.fixed, sizes, norms, lses, dots / length.clamp(min=1e-12)[..., None]), -1)
-
-
-class _HostSums:
-    """Sums and block partials over the tiles of the host's tokens."""
-
-    def __init__(self, anchor: torch.Tensor, length: torch.Tensor, scale: float) -> None:
-        self.anchor, self.length, self.scale = anchor, length, scale
-        self.keys, self.values, self.z = Moments(), Moments(), Moments()
-        self.tiles: list[tuple[Partial, torch.Tensor, torch.Tensor]] = []
-
-    def add(self, tile: Tokens) -> None:
-        """Read one tile."""
-        drop = ~tile.valid[:, None, :, None]
-        key, value = (x.float().masked_fill(drop, 0.0) for x in tile[:2])
-        tile = Tokens(key, value, tile.valid)
-        scores = logits(self.anchor, tile, self.scale).masked_fill(~tile.valid[:, None], 0.0)
-        self.z.add(scores / self.length.clamp(min=1e-12)[..., None], tile.valid)
-        self.keys.add(torch.linalg.vector_norm(key, dim=-1), tile.valid)
-        self.values.add(torch.linalg.vector_norm(value, dim=-1), tile.valid)
-        sums = torch.stack((key.sum(2), value.sum(2)), 2)
-        self.tiles.append((attend_blocks(self.anchor, tile, self.scale), tile.valid, sums))
-
-    def joined(self) -> tuple[Partial, torch.Tensor, torch.Tensor]:
-        """Partials of all blocks, validity `[B, T]`, and sums of keys and values `[B, Hkv, 2, D]`."""
-        parts, valid, sums = zip(*self.tiles, strict=True)
-        outs, lses = zip(*parts, strict=True)
-        return (torch.cat(outs, 2), torch.cat(lses, 2)), torch.cat(valid, 1), torch.stack(sums).sum(0)

@@ -216,8 +216,8 @@ class Fluxion(Policy):
             return join(step, local, None)
         if state.predictor is None or step.host_end >= 2 * state.blocks:
             anchor = local.query if state.predictor is not None else anchor_of(step)
-            statistics = prompt_statistics(
-                step.layer.index, anchor, *segments_of(step, anchor), tau=self.tau, digest=self.known.digest,
+            statistics, _ = prompt_statistics(
+                step.layer.index, anchor, *segments_of(step, anchor), taus=(self.tau,), digest=self.known.digest,
                 scale=step.scores.scale,
             )  # fmt: skip
             state.learn(statistics, step.host_end)

@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_offload.blocks.digests import DIGESTS
-from hf_offload.fields import Check, Field, check_mapping, check_tensors, count, is_a, list_of, mapping_of
+from hf_offload.fields import Field, check_tensors
 from hf_offload.files.fingerprint import unlikeness
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.fluxion.block_attention import Partial
@@ -32,31 +32,8 @@ FORMAT = 4
 """Of the file: 3 had no checksum."""
 
 
-def _check_weight(name: str, value: Any) -> None:
-    list_of(partial(is_a, list), name, value, length=2)
-    list_of(count(0), f"{name}[0]", value[0])
-    list_of(partial(check_number, what="a weight"), f"{name}[1]", value[1])
-
-
-def _check_predictors(name: str, value: Any) -> None:
-    is_a(dict, name, value)
-    for tau, settings in value.items():
-        check_number(name, float(tau), "a deviation", above=0, below=1)
-        is_a(dict, f"{name}.{tau}", settings)
-
-
-_PARTS: dict[str, Check] = {
-    "model": partial(
-        check_mapping, checks={"config": partial(is_a, dict), "weights": partial(mapping_of, _check_weight)}
-    ),
-    "features": partial(is_a, list),
-    "granularities": partial(is_a, list),
-    "digest": partial(check_choice, allowed=tuple(DIGESTS)),
-    "sinks": partial(check_tokens, least=0),
-    "local": partial(check_tokens, least=0),
-    "predictors": _check_predictors,
-}
-"""Required entries of a file's header, and their checks."""
+_PARTS = ("model", "features", "granularities", "digest", "sinks", "local", "predictors")
+"""Required entries of a file's header."""
 _TRAIN = "train it again with `hf-offload train-fluxion`"
 WIDTH = 312
 """Nodes of each of the two hidden layers."""
@@ -260,14 +237,15 @@ class HeadPredictor(nn.Module):
                 it was not trained for.
         """
         about, tensors = _file(path)
-        odd = unlikeness(about["model"], dict(model))
+        with _whole(path):
+            odd = unlikeness(about["model"], dict(model))
+            names = {float(known): str(known) for known in about["predictors"]}
         if odd is not None:
             raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
         if about["features"] != list(FEATURES):
             raise ValueError(f"{path} was trained on other features than this version has; {_TRAIN}")
         if about["granularities"] != list(GRANULARITIES):
             raise ValueError(f"{path} was trained for block sizes {shown(about['granularities'])}; {_TRAIN}")
-        names = {float(known): str(known) for known in about["predictors"]}
         if tau not in names:
             known = ", ".join(f"{value:g}" for value in sorted(names))
             raise ValueError(
@@ -275,13 +253,12 @@ class HeadPredictor(nn.Module):
             )
         prefix = f"{names[tau]}/"
         mine = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-        try:
+        with _whole(path):
             settings = about["predictors"][names[tau]]
             made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
+            check_predictor(made)
             check_tensors("", mine, {n: Field(x.dtype, tuple(x.shape)) for n, x in made.state_dict().items()})
             made.load_state_dict(mine)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
         if wrong := sorted(name for name, x in mine.items() if not x.isfinite().all()):
             raise ValueError(f"{path} holds values that are not finite ({wrong[0]}): its training failed; {_TRAIN}")
         return made.eval().requires_grad_(False)
@@ -405,14 +382,18 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
         )
     if metadata.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")
-    if lacking := sorted(_PARTS.keys() - about.keys()):
+    if lacking := sorted({*_PARTS} - about.keys()):
         raise ValueError(f"{path} is not a whole predictor: it says nothing of {', '.join(lacking)}; {_TRAIN}")
-    try:
-        for name, check in _PARTS.items():
-            check(name, about[name])
-    except ValueError as error:
-        raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
     return about, tensors
+
+
+@contextmanager
+def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ValueError in place of the errors that come of a header or tensors of another form than expected."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
 
 
 def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:

@@ -325,9 +325,3 @@ class ScheduledHostPartial(SelectedHostPartial):
         self._tried = self._tried or bool(self._taken)
         pace.learn(CPU, float(volumes.sum()) - device, self._busy)
         return found
-
-
-def make_host_partial(layer: HybridLayer, query: torch.Tensor, schedule: str | None) -> SelectedHostPartial:
-    """Return a host partial for queries `[B, Hq, D]`; schedule None: `"priority"` on a GPU, `"none"` without one."""
-    schedule = schedule or ("priority" if layer.device.type == "cuda" else "none")
-    return SelectedHostPartial(layer, query) if schedule == "none" else ScheduledHostPartial(layer, query, schedule)

@@ -223,7 +223,7 @@ class SelectionCounts:
 
     def count(self, chosen: Chosen) -> None:
         """Add a choice."""
-        tally(chosen.spans, chosen.runs, chosen.counts, chosen.first, chosen.end, self.spans, self.totals)
+        tally(chosen, self.spans, self.totals)
 
     def count_shares(self, device_tasks: int, tasks: int, device: float, cpu: float, busy: float, threads: int) -> None:
         """Add how a step's tasks were shared.

@@ -22,7 +22,7 @@ from hf_offload.policies.fluxion.block_attention import Tokens
 from hf_offload.policies.fluxion.kernels.predictor import Rows, count_tokens, predict_properties
 from hf_offload.policies.fluxion.kernels.selector import count_choice
 from hf_offload.policies.fluxion.predictor import LayerPredictor
-from hf_offload.policies.fluxion.scheduler import make_host_partial
+from hf_offload.policies.fluxion.scheduler import ScheduledHostPartial
 from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
@@ -295,9 +295,13 @@ def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.
 
 
 def _partial_of(step: SplitStep, schedule: str | None) -> SelectedHostPartial:
-    """The layer's host partial, with no work in flight."""
-    partial: SelectedHostPartial | None = step.layer.host_partial
+    """The layer's host partial, with no work in flight; schedule None: `"priority"` on a GPU, else `"none"`."""
+    layer = step.layer
+    partial: SelectedHostPartial | None = layer.host_partial
+    schedule = schedule or ("priority" if layer.device.type == "cuda" else "none")
     if partial is None or partial.form != (step.query.shape, 0):
-        partial = step.layer.host_partial = make_host_partial(step.layer, step.query, schedule)
+        alone = schedule == "none"
+        partial = SelectedHostPartial(layer, step.query) if alone else ScheduledHostPartial(layer, step.query, schedule)
+        layer.host_partial = partial
     partial.cancel()
     return partial

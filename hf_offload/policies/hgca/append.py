@@ -7,12 +7,12 @@ append, tokens on the host get a new average, A_cpu, of the append's own queries
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from hf_offload.policies.hgca.kernels.compact import Rule
-
+Rule = Literal["any", "mean"]
+"""How the averages of a group's query heads are joined: their largest, or their mean."""
 FOLLOWER_SHARE = 1 / 64
 """Share of a token's weight that the tokens right behind it count as theirs (`append_run`)."""
 PEAK_SHARE = 1 / 3
@@ -48,6 +48,23 @@ class RetentionRule:
     prompt_queries: int | None
     reevaluate: bool
     sinks: int
+
+
+def mark_above(average: np.ndarray, valid: np.ndarray, bars: np.ndarray, kv_heads: int, rule: Rule) -> np.ndarray:
+    """Mark the valid tokens whose average, joined over a KV head's query heads, is above the bar: bool `[B, Hkv, t]`.
+
+    Args:
+        average: float32 `[B, Hq, t]`, finite where a token is valid.
+        valid: uint8 `[B, t]`; bars: float32 `[B, t]`.
+        kv_heads: number of KV heads.
+        rule: how averages are joined.
+    """
+    batch, query_heads, tokens = average.shape
+    group = query_heads // kv_heads
+    grouped = average.reshape(batch, kv_heads, group, tokens)
+    joined = grouped.max(2) if rule == "any" else grouped.sum(2) * (np.float32(1) / np.float32(group))
+    marks: np.ndarray = (joined > bars[:, None]) & (valid[:, None] != 0)
+    return marks
 
 
 def weigh_followers(weights: np.ndarray, run: int) -> np.ndarray:

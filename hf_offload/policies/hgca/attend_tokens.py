@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hf_offload.attention.draw import Buffer, Draw
+from hf_offload.attention.draw import Buffer, Draw, own_buffer
 from hf_offload.attention.host_partial import BlockHostPartial
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
 from hf_offload.cpu.kernels.draw_pairs import Kept, PairLists, Resident
 from hf_offload.cpu.kernels.merge import join_parts
-from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch
 from hf_offload.policies.base import Estimate, HostPartial, Partial, Selection
 from hf_offload.policies.hgca.kernels.moving_average import move_averages
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import CpuStep
     from hf_offload.attention.step_split import SplitStep
-    from hf_offload.blocks.block_store import BlockStore
     from hf_offload.cache.layer import HybridLayer
-    from hf_offload.cache.stats import LayerStats
 
 
 def _attention(retained: RetainedTokens, query: np.ndarray, out: np.ndarray, lse: np.ndarray, scores: Scores) -> Launch:
@@ -89,8 +86,8 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
     kept, counts = mass.kept, mass.retained.counts
     step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
     launches, selection = _draw(
-        step.store, step.layer.stats, mass, step.buffers.query, window, samples, step.scores,
-        step.layer.settings.buffer, unsealed=step.view.blocks, length=step.length,
+        mass, step.buffers.query, window, samples, step.scores, step.layer.settings.buffer,
+        unsealed=step.view.blocks, length=step.length,
     )  # fmt: skip
     for launch in launches:
         step.add(launch, "the draw of pairs", length=True)
@@ -98,48 +95,32 @@ def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: in
 
 
 def _draw(
-    store: BlockStore,
-    stats: LayerStats,
-    mass: TokenMass,
-    query: np.ndarray,
-    window: Selection,
-    samples: int,
-    scores: Scores,
-    buffer: Buffer,
-    *,
-    tail: np.ndarray | None = None,
-    unsealed: HostBlocks | None = None,
-    length: int = 0,
-    limits: np.ndarray | None = None,
+    mass: TokenMass, query: np.ndarray, window: Selection, samples: int, scores: Scores, buffer: Buffer, **given: Any
 ) -> tuple[tuple[Launch, ...], Selection]:
     """Prepare the draw of pairs among the tokens that are neither in the window nor retained.
 
     Without digests all such pairs are selected.
 
     Args:
-        store: the layer's blocks.
-        stats: the layer's statistics.
         mass: the layer's state.
         query: float32 `[B, Hq, D]`.
         window: blocks of the window.
         samples: as for `Draw`.
         scores: the model's.
         buffer: gives scratch.
-        tail, unsealed, length, limits: as for `Draw.launch`.
+        given: tail, unsealed, length and limits, as for `Draw.launch`.
     """
+    store = mass.store
     rows, heads, width = (store.batch, store.num_kv_heads), query.shape[1], store.table.shape[1]
     if store.awaits_digests:
         lists = PairLists.all_of(*rows, mass.evicted * store.block_size // 2)
         weights = Pairs.of(lists.weights, heads, skipped=mass.kept, errors=np.zeros((rows[0], heads), np.float32))
         return (), Selection(lists.pairs, lists.counts, 2, weights)
     assert store.digests is not None
-    draw = Draw(store, stats, heads, samples, "max", width, skipped=mass.kept, buffer=buffer)
+    draw = Draw(store, mass.stats, heads, samples, "max", width, skipped=mass.kept, buffer=buffer)
     score = buffer("scores of blocks", (*rows, width), np.dtype(np.float32))
-    launch = draw.launch(
-        query, store.digests.arrays(query, scores.scale), Resident(window.items, window.counts, score, draw.portion),
-        scores, length=length, limits=limits, unsealed=unsealed, tail=tail,
-        kept=Kept(mass.kept, mass.retained.counts),
-    )  # fmt: skip
+    resident, kept = Resident(window.items, window.counts, score, draw.portion), Kept(mass.kept, mass.retained.counts)
+    launch = draw.launch(query, store.digests.arrays(query, scores.scale), resident, scores, kept=kept, **given)
     return (launch,), draw.selection
 
 
@@ -171,24 +152,6 @@ def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.
 # --- two memories ----------------------------------------------------------------------------------------------------
 
 
-class _Made(NamedTuple):
-    """Launches, and what they were made for.
-
-    Args:
-        key: values that they were made for.
-        arrays: objects that they read, whose contents may change.
-        launches: the launches.
-    """
-
-    key: tuple[Any, ...]
-    arrays: tuple[Any, ...]
-    launches: tuple[Launch, ...]
-
-    def serves(self, key: tuple[Any, ...], arrays: tuple[Any, ...]) -> bool:
-        """Whether the launches serve a step with these values and the same objects."""
-        return self.key == key and all(map(operator.is_, self.arrays, arrays))
-
-
 class RetainedHostPartial(BlockHostPartial):
     """Attention to the retained tokens, and to pairs drawn from the others outside the window.
 
@@ -206,11 +169,11 @@ class RetainedHostPartial(BlockHostPartial):
         self._estimate: Estimate | None = None
         nothing = np.full(query.shape[:2], -np.inf, np.float32)
         self._nothing = Partial(np.zeros(query.shape, np.float32), nothing)
-        self._scratch: dict[str, np.ndarray] = {}
         self._mass: TokenMass | None = None
         self._window, self._samples = range(0), 0
         self._limits = np.zeros(2, np.int32)
-        self._made: _Made | None = None
+        self._made: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Launch, ...]] | None = None
+        """Launches, behind the values that they were made for and the objects that they read."""
 
     def attend(self, step: SplitStep, mass: TokenMass, samples: int) -> RetainedHostPartial:
         """Start attention with the step's query.
@@ -255,9 +218,10 @@ class RetainedHostPartial(BlockHostPartial):
         mass, retained = self._mass, self._mass.retained
         key = scores, self._window, self._samples, bool(retained.counts.any())
         arrays = self.store.view(self.store.length), mass.kept, retained.counts, *retained.arrays
-        if self._made is None or not self._made.serves(key, arrays):
-            self._made = _Made(key, arrays, make(scores))
-        return self._made.launches
+        made = self._made
+        if made is None or made[0] != key or not all(map(operator.is_, made[1], arrays)):
+            made = self._made = key, arrays, make(scores)
+        return made[2]
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         assert self._mass is not None
@@ -273,8 +237,7 @@ class RetainedHostPartial(BlockHostPartial):
         counts = np.full(rows, len(numbers), np.int32)
         window = Selection(np.broadcast_to(numbers, (*rows, len(numbers))).copy(), counts, self.store.block_size)
         draw, selection = _draw(
-            self.store, self.stats, self._mass, query, window, self._samples, scores, self._keep,
-            tail=self.tail.numpy(), limits=self._limits,
+            self._mass, query, window, self._samples, scores, own_buffer, tail=self.tail.numpy(), limits=self._limits,
         )  # fmt: skip
         target, end = self._pairs if retained else result, self._mass.evicted * self.store.block_size
         attention = decode_attention(
@@ -286,13 +249,6 @@ class RetainedHostPartial(BlockHostPartial):
 
     def estimate(self, step: Step) -> Estimate | None:
         return self._estimate
-
-    def _keep(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return scratch of this partial alone: partials of two layers may run at once."""
-        held = self._scratch.get(name)
-        if held is None or held.shape != shape or held.dtype != dtype:
-            held = self._scratch[name] = np.empty(shape, dtype)
-        return held
 
 
 def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int) -> tuple[Partial | HostPartial, ...]:

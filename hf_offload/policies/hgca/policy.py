@@ -10,9 +10,8 @@ import torch
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens
 from hf_offload.policies.base import EVER, Plan, Policy, Requirements, Selection
-from hf_offload.policies.hgca.append import RetentionRule, average_capacity
+from hf_offload.policies.hgca.append import RetentionRule, Rule, average_capacity
 from hf_offload.policies.hgca.attend_tokens import attend_on_both_sides, queue_attention
-from hf_offload.policies.hgca.kernels.compact import Rule
 from hf_offload.policies.hgca.token_mass import TokenMass, token_mass_fields
 
 if TYPE_CHECKING:
@@ -81,8 +80,9 @@ class HGCA(Policy):
     rescue: int | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None:
-            check_tokens("window", self.window)
+        for name, least in (("window", 1), ("append_queries", 1), ("prompt_queries", 1), ("rescue", 0)):
+            if getattr(self, name) is not None:
+                check_tokens(name, getattr(self, name), least=least)
         if self.window is not None and self.gpu_ratio is not None:
             raise ValueError(f"window={self.window} and gpu_ratio={self.gpu_ratio} say the same; use one of them")
         if self.gpu_ratio is not None:
@@ -92,14 +92,9 @@ class HGCA(Policy):
             check_number("alpha", self.alpha, "a share of a step", least=1e-9, most=1)
         for name, one in (("group", "any"), ("steps", "max"), ("append", "max")):
             check_choice(name, getattr(self, name), (one, "mean"))
-        for name in ("append_queries", "prompt_queries"):
-            if getattr(self, name) is not None:
-                check_tokens(name, getattr(self, name))
         check_flag("reevaluate", self.reevaluate)
         check_tokens("append_run", self.append_run, least=0)
         check_tokens("sinks", self.sinks, least=0)
-        if self.rescue is not None:
-            check_tokens("rescue", self.rescue, least=0)
 
     def with_defaults(self, *, two_memories: bool) -> HGCA:
         return replace(self, rescue=0 if two_memories else RESCUE) if self.rescue is None else self

@@ -12,7 +12,6 @@ from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.kernels.move_records import copy_records
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, tag_of
-from hf_offload.policies.hgca.kernels.compact import compact_tokens
 
 LIST_STEP = 4
 """Lists grow by a multiple of so many blocks; a prepared launch stays valid until they do."""
@@ -79,26 +78,33 @@ class RetainedTokens:
         """Lists that hold blocks, and how many each holds."""
         return ((i, int(n)) for i, n in enumerate(self.block_counts[:, 0]) if n)
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, kept: np.ndarray, more: np.ndarray, first: int) -> Launch:
-        """Append the marked ones of a run of tokens behind those that are there; the launch copies K and V.
+    def append(self, k: torch.Tensor, v: torch.Tensor, kept: np.ndarray, first: int) -> Launch:
+        """Append the marked ones of a run of tokens to the lists; the launch copies K and V.
 
         Args:
             k, v: `[B, Hkv, t, D]`, contiguous, on the CPU: tokens `first` to `first + t - 1`.
             kept: `[B, Hkv, T]` uint8, marks by token.
-            more: int64 `[B, Hkv]`, how many of these tokens are marked.
             first: the position of the first one.
         """
-        counts = self.counts + more.ravel()
+        heads, tokens = k.shape[1:3]
+        row, head, token = np.nonzero(kept[:, :, first : first + tokens])
+        index = row * heads + head
+        more = np.bincount(index, minlength=self.lists)
+        counts = self.counts + more
         self._reserve(counts)
-        launch = compact_tokens(
-            k, v, kept, first, self.pool.block_ptr, self.table, self.counts.copy(), self.positions,
-            block_size=self.block_size, kv_dtype=self.dtype,
-        )  # fmt: skip
-        for i in np.flatnonzero(more.ravel()):
-            self.valid[i, self.counts[i] : counts[i]] = 1
-            self.holes[i, self.counts[i] // self.block_size : counts[i] // self.block_size] = 0
+        # The marked tokens of a list follow each other: `entry` is the place of each in its list.
+        entry = np.arange(len(index)) + (self.counts - more.cumsum() + more)[index]
+        block, place = np.divmod(entry, self.block_size)
+        line = self.head_dim * self.dtype.itemsize
+        source = line * (index * tokens + token)
+        target = self.pool.block_ptr[self.table[index, block]] + line * place
+        full = block < (counts // self.block_size)[index]
+        self.positions[index, entry], self.valid[index, entry] = first + token, 1
+        self.holes[index[full], block[full]] = 0
         self.counts[:] = counts
-        return launch
+        sources = np.concatenate((k.data_ptr() + source, v.data_ptr() + source))
+        targets = np.concatenate((target, target + line * self.block_size))
+        return copy_records(sources, targets, line, keep=(k, v))
 
     def _reserve(self, counts: np.ndarray) -> None:
         """Allocate blocks for lists that grow to these lengths, and copy shared last blocks that they append to."""

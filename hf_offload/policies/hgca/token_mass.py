@@ -17,8 +17,7 @@ from hf_offload.cpu.thread_pool import Job
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST
 from hf_offload.policies.base import LayerState
-from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, average_capacity
-from hf_offload.policies.hgca.kernels.compact import mark_retained
+from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, average_capacity, mark_above
 from hf_offload.policies.hgca.kernels.query_weights import Queries, query_lse, weigh_tokens
 from hf_offload.policies.hgca.resident_mass import ResidentMass
 from hf_offload.policies.hgca.retained_tokens import LIST_STEP, RetainedTokens
@@ -312,20 +311,14 @@ class TokenMass(LayerState):
         valid, size = store.padding.valid, store.block_size
         new = self._thresholds(valid[:, border:length])
         old = self._thresholds(valid[:, :border]) if blocks.start * size < border else new
-        counts = np.zeros((store.batch, store.num_kv_heads), np.int64)
         for start in range(blocks.start * size, blocks.stop * size, TILE):
             stop = min(start + TILE, blocks.stop * size)
-            shared = slice(start, max(min(stop, border), start))
-            before = kept[frozen, :, shared]
-            yield mark_retained(
-                self.average, valid, old, new, border, start, stop, kept, counts, kv_heads=store.num_kv_heads,
-                rule=self.rule.group,
-            )  # fmt: skip
-            kept[frozen, :, shared] = before
+            tile, early = slice(start, stop), np.arange(start, stop) < border
+            bars = np.where(early, old[:, None], new[:, None])
+            marks = mark_above(self.average[:, :, tile], valid[:, tile], bars, store.num_kv_heads, self.rule.group)
+            np.copyto(kept[:, :, tile], marks, where=~(frozen[:, None] & early)[:, None])
             self._mark_sinks(kept, start, stop)
-            if before.size or self.rule.sinks:  # marks other than those that the kernel has counted
-                counts[:] = kept[:, :, start:stop].sum(2, dtype=np.int64)
-            yield from self._copy(retained, kept, start, stop, counts)
+            yield from self._copy(retained, kept, start, stop)
 
     def _thresholds(self, valid: np.ndarray) -> np.ndarray:
         """β / A.size, float32 `[B]`, by the marks `[B, t]` of the tokens that share the weights."""
@@ -342,18 +335,16 @@ class TokenMass(LayerState):
             if low < high:
                 kept[row, :, low:high] = padding.valid[row, low:high]
 
-    def _copy(
-        self, retained: RetainedTokens, kept: np.ndarray, start: int, stop: int, counts: np.ndarray
-    ) -> Iterator[Launch]:
-        """Append the marked ones of the tokens `start` to `stop - 1`, `[B, Hkv]` of them, to lists."""
+    def _copy(self, retained: RetainedTokens, kept: np.ndarray, start: int, stop: int) -> Iterator[Launch]:
+        """Append the marked ones of the tokens `start` to `stop - 1` to lists."""
         store = self.store
-        if not counts.any():
+        if not kept[:, :, start:stop].any():
             return
         shape = (store.batch, store.num_kv_heads, stop - start, store.head_dim)
         k, v = (host_empty(shape, store.format.gather_dtype, brief=True, what="kept tokens") for _ in range(2))
         yield store.gathering(k, v, start)
         k, v = store.narrowed(k), store.narrowed(v)
-        yield retained.append(k, v, kept, counts, start)
+        yield retained.append(k, v, kept, start)
 
     def _copy_marked(self, kept: np.ndarray, evicted: int, room: int = 0) -> RetainedTokens:
         """Make new lists of all marked tokens, in this thread.
@@ -365,9 +356,7 @@ class TokenMass(LayerState):
         store, size = self.store, self.store.block_size
         retained = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype, room)
         for start in range(0, evicted * size, TILE):
-            stop = min(start + TILE, evicted * size)
-            counts = kept[:, :, start:stop].sum(2, dtype=np.int64)
-            for launch in self._copy(retained, kept, start, stop, counts):
+            for launch in self._copy(retained, kept, start, min(start + TILE, evicted * size)):
                 launch.run("kept tokens")
         return retained
 
@@ -420,8 +409,7 @@ class TokenMass(LayerState):
         self._whole = None
         if before is not None and length <= before[0]:
             self._before = None
-            for name, value in before[1].items():
-                setattr(self, name, value)
+            vars(self).update(before[1])
         if length < self.progress.end:  # a later chunk does not continue the cropped one
             self.progress.end = -1
         self._cut(length)

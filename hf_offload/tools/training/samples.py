@@ -196,7 +196,7 @@ def layer_samples(seen: CapturedLayer, plan: dict[int, list[int]], sampling: Sam
         layer = _Layer(seen, sampling)
         for length, steps in plan.items():
             statistics = layer.statistics(next(queries)[None], length)
-            made += [layer.sample(statistics, next(queries)[None], position + 1) for position in steps]
+            made += [layer.sample(*statistics, next(queries)[None], position + 1) for position in steps]
     return Samples.joined(made)
 
 
@@ -218,20 +218,19 @@ class _Layer:
         limits = torch.tensor([stop, table.shape[1]], dtype=torch.int32, device=device)
         return self.store.score(query.float(), table, limits, Scores(self.seen.scale))
 
-    def statistics(self, anchor: torch.Tensor, length: int) -> list[PromptStatistics]:
-        """Those of a prompt, for each τ; anchor: `[1, Hq, D]`."""
+    def statistics(self, anchor: torch.Tensor, length: int) -> tuple[PromptStatistics, torch.Tensor]:
+        """Those of a prompt, and the anchor's budgets for each τ; anchor: `[1, Hq, D]`."""
         first, stop = self.sampling.host(length)
-        scores = self.scores(anchor, first, stop)
-        return [
-            prompt_statistics(
-                self.seen.layer, anchor, self.tokens(0, first), self.tokens(stop, length),
-                (self.tokens(at, min(at + _TILE, stop)) for at in range(first, stop, _TILE)), scores,
-                tau=tau, digest=self.sampling.digest, scale=self.seen.scale,
-            )
-            for tau in self.sampling.taus
-        ]  # fmt: skip
+        tiles = (self.tokens(at, min(at + _TILE, stop)) for at in range(first, stop, _TILE))
+        return prompt_statistics(
+            self.seen.layer, anchor, self.tokens(0, first), self.tokens(stop, length), tiles,
+            self.scores(anchor, first, stop), taus=self.sampling.taus, digest=self.sampling.digest,
+            scale=self.seen.scale,
+        )  # fmt: skip
 
-    def sample(self, statistics: list[PromptStatistics], query: torch.Tensor, length: int) -> Samples:
+    def sample(
+        self, statistics: PromptStatistics, anchor_budgets: torch.Tensor, query: torch.Tensor, length: int
+    ) -> Samples:
         """The samples of one step with `length` tokens in all, its own among them; query: `[1, Hq, D]`."""
         scale, query = self.seen.scale, query.float()
         first, stop = self.sampling.host(length)
@@ -246,9 +245,8 @@ class _Layer:
             deviation_limit(full, self.sampling.taus), scale=scale, digest=self.sampling.digest,
         )  # fmt: skip
         lengths = torch.tensor([[stop - first, length - stop + first]], dtype=torch.float32, device=query.device)
-        features = step_features(statistics[0], query, sinks, local, lengths)
-        anchors = torch.stack([one.fixed[..., _BUDGETS] for one in statistics], 2)
-        return Samples(*(x[0].cpu() for x in (features, anchors, budgets)))
+        features = step_features(statistics, query, sinks, local, lengths)
+        return Samples(*(x[0].cpu() for x in (features, anchor_budgets.transpose(2, 3), budgets)))
 
 
 def _sealed(digest: str, key: torch.Tensor) -> DigestStore:

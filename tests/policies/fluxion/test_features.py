@@ -47,8 +47,8 @@ class Case:
         tiles = (Tokens(*(x[:, :, at : at + tile] for x in self.host[:2]), self.host.valid[:, at : at + tile])
                  for at in range(0, HOST, tile))  # fmt: skip
         return prompt_statistics(
-            LAYER, self.anchor, self.sinks, self.local, tiles, self.scores, tau=TAU, digest="quest", scale=SCALE
-        )
+            LAYER, self.anchor, self.sinks, self.local, tiles, self.scores, taus=[TAU], digest="quest", scale=SCALE
+        )[0]
 
     def features(self, statistics: PromptStatistics) -> Tensor:
         sinks, local = (attend(self.query, part, SCALE) for part in (self.sinks, self.after))
@@ -181,8 +181,8 @@ def test_estimate_of_the_hosts_mass_is_exact_for_the_anchor_of_normal_keys() -> 
     host = Tokens(key, value, torch.ones(1, 20000, dtype=torch.bool))
     few = Tokens(key[:, :, :16], value[:, :, :16], host.valid[:, :16])
     anchor = torch.randn(1, 1, DIM, generator=generator)
-    statistics = prompt_statistics(
-        0, anchor, few, few, [host], torch.zeros(1, 1, 1250), tau=TAU, digest="quest", scale=SCALE
+    statistics, _ = prompt_statistics(
+        0, anchor, few, few, [host], torch.zeros(1, 1, 1250), taus=[TAU], digest="quest", scale=SCALE
     )
     near = attend(anchor, few, SCALE)
     found = step_features(statistics, anchor, near, near, torch.tensor([[20000.0, 32.0]]))[0, 0]

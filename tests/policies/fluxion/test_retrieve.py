@@ -155,7 +155,8 @@ def test_whole_budget_takes_all_and_streaming_groups_nothing() -> None:
     assert runs.tolist() == [[0, 0, 0, 5], [0, 0, 0, 0]]
     totals = np.zeros(TALLIES + 4)
     counts = np.array([[0, 37], [0, 0]], np.int32)
-    tally(spans, runs, counts, np.array([3, 40], np.int32), 40, budgets.granularities, totals)
+    chosen = Chosen(np.array([3, 40], np.int32), 40, spans, runs, np.zeros((2, 2, 40), np.int32), counts)
+    tally(chosen, budgets.granularities, totals)
     assert totals.tolist() == [2, 1, 4, 3, 1, 37, 74, 37, 0, 0, 0, 1]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pools import used_blocks, used_bytes
 
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
@@ -40,8 +41,7 @@ def append(retained: RetainedTokens, plain: Plain, tokens: int, share: float, se
     k, v = (torch.from_numpy(drawn.standard_normal((rows, HEADS, tokens, DIM), np.float32)) for _ in range(2))
     kept = np.zeros((rows, HEADS, stop), np.uint8)
     kept[:, :, first:] = drawn.random((rows, HEADS, tokens)) < share
-    more = kept[:, :, first:].sum(2, dtype=np.int64)
-    retained.append(k, v, kept, more, first)()
+    retained.append(k, v, kept, first)()
     for i, mine in enumerate(plain.lists):
         row, head = divmod(i, HEADS)
         for t in np.flatnonzero(kept[row, head]):
@@ -82,7 +82,7 @@ def check_pool(several: list[RetainedTokens]) -> None:
         mine = [retained for retained in several if retained.pool is pool]
         held = [each.table[i, :n] for each in mine for i, n in enumerate(each.block_counts[:, 0])]
         ids, counts = np.unique(np.concatenate(held), return_counts=True)
-        assert pool.used_blocks == len(ids)
+        assert used_blocks(pool) == len(ids)
         assert np.array_equal(pool.refcount[ids], counts)
 
 
@@ -123,12 +123,34 @@ def test_any_history_is_that_of_plain_lists(seed: int) -> None:
         check_pool([pair[0] for pair in pairs])
 
 
+@pytest.mark.parametrize(
+    ("dim", "block_size", "dtype"), [(64, 32, torch.bfloat16), (80, 8, torch.float16), (128, 16, torch.float32)]
+)
+def test_keys_and_values_of_every_dtype_are_appended(dim: int, block_size: int, dtype: torch.dtype) -> None:
+    retained, tokens = RetainedTokens(2 * HEADS, block_size, dim, dtype), 150
+    parts: list[tuple[torch.Tensor, torch.Tensor, np.ndarray]] = []
+    for part in range(2):  # the second one begins in a block of the first
+        drawn = np.random.default_rng(part)
+        k, v = torch.randn(2, 2, HEADS, tokens, dim).to(dtype)
+        kept = (drawn.random((2, HEADS, (part + 1) * tokens)) < 0.4).astype(np.uint8)
+        retained.append(k, v, kept, part * tokens)()
+        parts.append((k, v, kept[..., part * tokens :] != 0))
+    for i in range(retained.lists):
+        row, head = divmod(i, HEADS)
+        count, table = int(retained.counts[i]), retained.table[i]
+        held = [retained.pool.slabs[0][(int(at) - retained.pool.slabs[0].data_ptr()) // retained.pool.block_bytes][0]
+                for at in retained.pool.block_ptr[table[: retained.block_counts[i, 0]]]]  # fmt: skip
+        for place, mine in enumerate((0, 1)):
+            want = torch.cat([part[mine][row, head][torch.from_numpy(part[2][row, head])] for part in parts])
+            assert torch.equal(torch.cat([block[place] for block in held])[:count], want)
+
+
 def test_what_a_fork_writes_is_its_own_and_is_given_back() -> None:
     retained, plain = empty(2)
     append(retained, plain, 61, 0.5, 0)
-    one = retained.pool.used_bytes
+    one = used_bytes(retained.pool)
     fork, theirs = retained.fork(), plain.copy()
-    assert retained.pool.used_bytes == one
+    assert used_bytes(retained.pool) == one
     append(fork, theirs, 20, 1.0, 1)
     append(retained, plain, 20, 0.3, 2)
     check(retained, plain)
@@ -139,17 +161,17 @@ def test_what_a_fork_writes_is_its_own_and_is_given_back() -> None:
     del fork
     gc.collect()
     check_pool([retained])
-    assert retained.pool.used_bytes == retained.nbytes
+    assert used_bytes(retained.pool) == retained.nbytes
 
 
 def test_a_pool_that_was_shared_while_empty_gets_its_blocks_back() -> None:
     retained, plain = empty(1)
     fork = retained.fork()
     append(fork, plain, 20, 1.0, 0)
-    assert retained.pool.used_blocks == 2 * 3
+    assert used_blocks(retained.pool) == 2 * 3
     del fork
     gc.collect()
-    assert retained.pool.used_blocks == 0
+    assert used_blocks(retained.pool) == 0
 
 
 def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:

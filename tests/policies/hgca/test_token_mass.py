@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from breaking import UNDONE, broken_launch
+from pools import used_bytes
 from test_from_cache import decode, prefill
 from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
@@ -63,8 +64,7 @@ def converse(
     ("module", "name", "calls"),
     [
         (token_mass, "weigh_tokens", (0, 2, 5)),  # of the prompt in two layers, and of the turn
-        (token_mass, "mark_retained", (1, 9, 17)),  # of the prompt, a block, the turn
-        (retained_tokens, "compact_tokens", (0, 10)),
+        (retained_tokens, "copy_records", (0, 10)),
     ],
 )
 def test_a_job_that_fails_is_told_with_its_layer_and_done_again(
@@ -251,7 +251,7 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
         assert row.eviction_seconds > 0
         assert row.reevaluation_seconds > 0
         blocks = int(lists.block_counts.sum())
-        assert row.context_bytes == lists.pool.used_bytes == blocks * 2 * BLOCK * 16 * 4
+        assert row.context_bytes == used_bytes(lists.pool) == blocks * 2 * BLOCK * 16 * 4
         assert row.salience_bytes > 2 * 4 * 240 * 4
     whole = stats.as_dict()
     assert whole["evictions"] == sum(row.evictions for row in stats.layers)

@@ -390,16 +390,16 @@ def retrieve_blocks(
 
 
 @jit_for_python
-def tally(
-    spans: Array, runs: Array, counts: Array, first: Array, end: int, granularities: Array, totals: Array
-) -> None:
-    """Count a choice: arrays as in `Chosen`.
+def tally(chosen: Any, granularities: Array, totals: Array) -> None:
+    """Count a choice.
 
     Args:
+        chosen: the choice; granularities: as in `Budgets`.
         totals: float64 [TALLIES + granularities], added to: groups that have a host, of them those that stream; heads,
             of them those that take nothing; sum of the heads' shares; blocks chosen, blocks there were, of them those
             whose digests were read; then groups by granularity.
     """
+    first, end, spans, runs, _, counts = chosen
     for b in range(counts.shape[0]):
         blocks = end - min(max(first[b], 0), end)
         if not blocks:
@@ -424,7 +424,7 @@ def tally(
 def count_kernel(ticket: Array, tasks: int, chosen: Any, granularities: Array, totals: Array) -> None:
     """One task: all of it."""
     if count_up(ticket, 0) == 0:
-        tally(chosen.spans, chosen.runs, chosen.counts, chosen.first, chosen.end, granularities, totals)
+        tally(chosen, granularities, totals)
         count_up(ticket, 1)
 
 

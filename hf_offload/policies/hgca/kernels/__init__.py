@@ -1,1 +1,1 @@
-"""HGCA's compiled kernels: moving averages, weights of an append's queries, selection and compaction of tokens."""
+"""HGCA's compiled kernels: moving averages, and the weights of an append's queries."""
