@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from hf_offload.knobs import MOST, check_count, shown
-
-Check: TypeAlias = Callable[[str, Any], None]
-"""A function (name, value) that raises ValueError for a wrong value."""
+from hf_offload.knobs import shown
 
 
 class Field(NamedTuple):
@@ -70,47 +66,6 @@ def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping
 def prefixed(prefix: str, fields: Mapping[str, Field]) -> dict[str, Field]:
     """Return a table of fields with a prefix on each name."""
     return {prefix + name: field for name, field in fields.items()}
-
-
-def check_mapping(name: str, value: Any, checks: Mapping[str, Check]) -> None:
-    """Check a JSON object: exactly these keys, each value by its check."""
-    is_a(dict, name, value)
-    if wrong := sorted(value.keys() ^ checks.keys()):
-        raise ValueError(f"{name}.{shown(wrong[0])} is {'missing' if wrong[0] in checks else 'unexpected'}")
-    for key, check in checks.items():
-        check(f"{name}.{key}", value[key])
-
-
-def is_a(kind: type, name: str, value: Any) -> None:
-    """Check the type of a value."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} is not a {kind.__name__}")
-
-
-def list_of(check: Check, name: str, value: Any, *, length: int | None = None) -> None:
-    """Check a JSON array: the type, the length unless that is None, and each item."""
-    is_a(list, name, value)
-    if length not in (None, len(value)):
-        raise ValueError(f"{name} has {len(value)} items, not {length}")
-    for place, item in enumerate(value):
-        check(f"{name}[{place}]", item)
-
-
-def mapping_of(check: Check, name: str, value: Any) -> None:
-    """Check a JSON object with any keys: the type and each value."""
-    is_a(dict, name, value)
-    for key, each in value.items():
-        check(f"{name}.{key}", each)
-
-
-def count(least: int, most: int = MOST) -> Check:
-    """Return a check for integers of at least `least` and at most `most`."""
-    return partial(check_count, what="a count", least=least, most=most)
-
-
-def optional(check: Check) -> Check:
-    """Return a check that allows None besides what `check` allows."""
-    return lambda name, value: None if value is None else check(name, value)
 
 
 class LayerSizes(NamedTuple):

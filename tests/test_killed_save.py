@@ -131,7 +131,7 @@ def test_all_is_on_the_disk_before_and_after_the_cache_has_its_name(
     new.save(tmp_path / "cache")
     calls = [name for name in counting.calls if name not in ("open", "mkdir")]
     segments = ["fsync", "replace"] * 2
-    assert calls == [*segments, "fsync", "fsync", "replace", "fsync", "fsync", "unlink"]
+    assert calls == [*segments, "fsync", "fsync", "replace", "fsync", "unlink"]
 
 
 def test_folders_that_a_save_makes_are_synced(

@@ -121,12 +121,5 @@ def check(name: str, layer: Any, fresh: Any, rows: int, tokens: int | None) -> N
             raise ValueError(f"{name} is {shown(value)}, not {shown(like)}")
 
     compare(name, vars(layer), vars(fresh))
-    if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
-        if layer.keys is None or layer.values is None:
-            raise ValueError(f"{name} has no keys or no values")
-        have, held = layer.get_seq_length(), layer.keys.shape[2]
-        seen = layer.get_mask_sizes(1)[0] - 1
-        if layer.values.shape[:3] != layer.keys.shape[:3] or tokens not in (None, have):
-            raise ValueError(f"{name} has {held} keys and {layer.values.shape[2]} values of {have} tokens")
-        if held < seen or (held > seen and getattr(layer, "record_past", None) is not True):
-            raise ValueError(f"{name} has {held} keys of {have} tokens, not {seen}")
+    if isinstance(layer, CacheLayerMixin) and layer.is_initialized and (layer.keys is None or layer.values is None):
+        raise ValueError(f"{name} has no keys or no values")

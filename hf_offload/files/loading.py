@@ -27,9 +27,10 @@ from hf_offload.fields import Field, check_tensors
 from hf_offload.files.saved_fields import (
     RESIDENT,
     check_about,
-    check_numbers,
+    check_layer,
     check_resident,
     layer_fields,
+    query_heads_of,
     segment_fields,
     sizes_of,
 )
@@ -181,13 +182,15 @@ class SavedCache:
                     check(prefix[:-1], found, stock[index], rows, None if image else tokens or None)
             elif told:
                 settings, parts = layer.settings, [_of_layer(each, prefix) for each in mapped]
+                with self.sound():
+                    check_layer(prefix, told, settings)
                 for name, part in zip(self.about["segments"], parts, strict=True):
                     with self.sound(name):
                         check_tensors(prefix, part, segment_fields(told, part, settings))
                 counts = [sum(len(part[kind]) for kind in KINDS if kind in part) for part in parts]
                 with self.sound():
-                    check_numbers(prefix, told, settings)
-                    sizes = sizes_of(told, tensors.get("table"), settings.block_size, modules[index])
+                    query_heads = query_heads_of(modules[index], told["heads"])
+                    sizes = sizes_of(told, tensors.get("table"), settings.block_size, query_heads)
                     check_tensors(prefix, tensors, layer_fields(told, sizes, tensors, settings, sum(counts)))
                 layer.revision = settings.padding.revision
                 residence = settings.residence

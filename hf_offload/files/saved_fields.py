@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,125 +14,90 @@ from hf_offload.blocks.host_format import FORMATS
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.memory_budget import MOST_BLOCKS
 from hf_offload.cache.settings import Settings
-from hf_offload.fields import (
-    Check,
-    Field,
-    LayerSizes,
-    check_mapping,
-    check_tensors,
-    count,
-    is_a,
-    list_of,
-    optional,
-    prefixed,
-)
+from hf_offload.fields import Field, LayerSizes, check_tensors, prefixed
 from hf_offload.files.segments import NAME
-from hf_offload.knobs import MOST, check_choice, check_flag, check_number, shown
+from hf_offload.knobs import MOST, check_count, check_flag, check_number, shown
+from hf_offload.scores import Scores
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RESIDENT = ("block_of", "worth", "known")
 """Tensors of a layer's resident set."""
-_DIMS = range(16, 257, 16)
 _SLOTS = range(1, MOST_BLOCKS + 1)
 _KNOBS = ("tier", "block_size", "resident", "device_budget", "host_dtype", "prefill_tile", "cuda_graph")
 
 
-def _dim(name: str, value: Any) -> None:
-    if type(value) is not int or value not in _DIMS:
-        raise ValueError(f"{name}={shown(value)} is not a multiple of 16 up to 256")
-
-
-def _scalar(name: str, value: Any) -> None:
-    if not isinstance(value, str | int | float | None):
-        raise ValueError(f"{name}={shown(value)} is not a value of a knob")
-
-
-def _segment(name: str, value: Any) -> None:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{name}={shown(value)} is no name of a segment")
-
-
-_positive = partial(check_number, what="a factor", above=0, most=1e9)
-_scores = partial(check_mapping, checks={"scale": _positive, "softcap": optional(_positive)})
-_LAYER: dict[str, Check] = {
-    "batch": count(1), "heads": count(1), "dim": _dim, "dtype": partial(check_choice, allowed=tuple(DTYPES)),
-    "length": count(1), "sealed": count(0), "packed": count(0), "frozen": check_flag, "scores": optional(_scores),
-    "placed": check_flag, "queries_end": count(0),
-}  # fmt: skip
-_STOCK: dict[str, Check] = {"stock": partial(is_a, str), "state": partial(is_a, dict)}
-
-
-def _layer(name: str, value: Any) -> None:
-    is_a(dict, name, value)
-    if value:
-        check_mapping(name, value, _STOCK if "stock" in value else _LAYER)
-
-
 def check_about(about: Any) -> None:
-    """Check the JSON description of a saved cache, except for the policy's knobs and stock layers.
+    """Check the JSON description of a saved cache, except for its layers and the policy's knobs.
 
     Raises:
-        ValueError: a field is missing, unknown or out of range.
+        ValueError, TypeError, KeyError, AttributeError: a field is missing or of another kind.
     """
-    checks: dict[str, Check] = {
-        "format": count(0),
-        "policy": partial(check_mapping, checks={"name": partial(is_a, str), "knobs": partial(is_a, dict)}),
-        "knobs": partial(check_mapping, checks=dict.fromkeys(_KNOBS, _scalar)),
-        "model": partial(is_a, dict),
-        "segments": partial(list_of, _segment),
-        "layers": partial(list_of, _layer),
-        "dense": check_flag,
-    }
-    is_a(dict, "about", about)
-    layers = about.get("layers")
-    last = len(layers) - 1 if isinstance(layers, list) else 0
-    checks["donors"] = partial(list_of, partial(list_of, count(0, last), length=2))
-    check_mapping("about", about, checks)
+    for name in about["segments"]:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{shown(name)} is no name of a segment")
+    if about["knobs"].keys() != {*_KNOBS}:
+        raise ValueError("knobs are missing or unexpected")
+    for name, value in about["knobs"].items():
+        if not isinstance(value, str | int | float | None):
+            raise ValueError(f"{name}={shown(value)} is not a value of a knob")
+    if not all(isinstance(told, dict) for told in about["layers"]):
+        raise ValueError("a layer has no description")
+    for pair in about["donors"]:
+        for layer, _ in zip(pair, range(2), strict=True):
+            check_count("donors", layer, what="a layer", least=0, most=len(about["layers"]) - 1)
+    check_flag("dense", about["dense"])
 
 
-def sizes_of(told: dict[str, Any], table: torch.Tensor | None, block_size: int, module: nn.Module) -> LayerSizes:
+def check_layer(where: str, told: dict[str, Any], settings: Settings) -> None:
+    """Check the description of a layer against the cache, whose padding is loaded.
+
+    Args:
+        where: the layer's name, with its separator.
+        told: the description.
+        settings: the cache's settings.
+
+    Raises:
+        ValueError, TypeError, KeyError: a value is missing, out of range, or does not agree with the others.
+    """
+    rows, tokens = len(settings.padding.valid), settings.padding.seen
+    full = tokens // settings.block_size
+    allowed: dict[str, Container[Any]] = {
+        "batch": {rows} - {0}, "heads": range(1, MOST), "dim": range(16, 257, 16), "dtype": DTYPES,
+        "length": {tokens} - {0}, "sealed": {full}, "queries_end": range(tokens + 1), "frozen": {False, True},
+        "packed": range(full + 1) if FORMATS[settings.host_dtype].packs else {0}, "placed": {False, True},
+    }  # fmt: skip
+    for name, good in allowed.items():
+        if type(told[name]) not in (int, bool, str) or told[name] not in good:
+            raise ValueError(f"{where}{name}={shown(told[name])} does not agree with the others ({shown(good)})")
+    for name, value in ({} if told["scores"] is None else Scores(**told["scores"])._asdict()).items():
+        if value is not None or name == "scale":
+            check_number(where + name, value, "a factor", above=0, most=1e9)
+
+
+def query_heads_of(module: nn.Module, heads: int) -> Collection[int]:
+    """The possible numbers of query heads of a decoder layer with so many KV heads."""
+    parts: list[Any] = [part for part in module.modules() if hasattr(part, "num_key_value_groups")]
+    if not parts and heads == 1:  # multi-query attention may not name its number of query heads
+        return range(1, MOST)
+    return (heads * parts[0].num_key_value_groups if parts else heads,)
+
+
+def sizes_of(
+    told: dict[str, Any], table: torch.Tensor | None, block_size: int, query_heads: Collection[int]
+) -> LayerSizes:
     """The sizes that determine the shapes of a layer's tensors.
 
     Args:
         told: the layer's description.
         table: its block table, not checked yet.
         block_size: tokens in a block.
-        module: the model's decoder layer.
+        query_heads: the possible numbers of query heads.
     """
-    heads = told["heads"]
-    groups = [part.num_key_value_groups for part in module.modules() if hasattr(part, "num_key_value_groups")]
-    query_heads: Collection[int] = (heads * groups[0] if groups else heads,)
-    if not groups and heads == 1:  # multi-query attention may not name its number of query heads
-        query_heads = range(1, MOST)
     width = table.shape[1] if table is not None and table.ndim == 2 else 0
     return LayerSizes(
-        told["batch"], heads, query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"], width,
-        told["placed"], _SLOTS,
+        told["batch"], told["heads"], query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"],
+        width, told["placed"], _SLOTS,
     )  # fmt: skip
-
-
-def check_numbers(where: str, told: dict[str, Any], settings: Settings) -> None:
-    """Check that a layer's numbers agree with one another and with the cache, whose padding is loaded.
-
-    Args:
-        where: the layer's name, with its separator.
-        told: the layer's description, each number within its own bounds.
-        settings: the cache's settings.
-
-    Raises:
-        ValueError: a number does not agree.
-    """
-    full = told["length"] // settings.block_size
-    allowed: dict[str, tuple[int, Container[int]]] = {
-        "batch": (told["batch"], {len(settings.padding.valid)}),
-        "length": (told["length"], {settings.padding.seen}),
-        "sealed": (told["sealed"], {full}),
-        "packed": (told["packed"], range(full + 1) if FORMATS[settings.host_dtype].packs else {0}),
-        "queries_end": (told["queries_end"], range(told["length"] + 1)),
-    }
-    for name, (value, good) in allowed.items():
-        if value not in good:
-            raise ValueError(f"{where}{name}={value} does not agree with the other numbers ({good})")
 
 
 def layer_fields(
@@ -174,22 +138,21 @@ def layer_fields(
     return fields
 
 
-def check_state(layer: HybridLayer) -> None:
+def check_state(layer: HybridLayer, told: dict[str, Any]) -> None:
     """Check that a policy's own fields allow what its state of a layer gives to a file.
+
+    Args:
+        layer: the layer.
+        told: its description.
 
     Raises:
         ValueError: they do not, so that the file could not be loaded.
     """
     store, tensors = layer.store, layer.state.tensors()
     assert store is not None
-    if not tensors:
-        return
-    sizes = LayerSizes(
-        store.batch, store.num_kv_heads, range(1, MOST), store.head_dim, store.block_size, store.dtype, store.length,
-        store.table.shape[1], not layer.unplaced, _SLOTS,
-    )  # fmt: skip
+    sizes = sizes_of(told, torch.from_numpy(store.table), store.block_size, range(1, MOST))
     try:
-        check_tensors("", tensors, layer.policy.state_fields(sizes))
+        check_tensors("", tensors, layer.policy.state_fields(sizes) if tensors else {})
     except ValueError as error:
         name = type(layer.policy).__name__
         raise ValueError(

@@ -158,6 +158,7 @@ def _write(
         if index in stores:
             ids = np.concatenate([part.blocks[index] for part in segments if index in part.blocks])
             described.append(_describe(layer))
+            check_state(layer, described[-1])
             tensors |= {prefix + name: tensor for name, tensor in _tensors(layer, ids).items()}
         elif isinstance(layer, HybridLayer):
             described.append({})
@@ -230,7 +231,6 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
         found |= {f"statistics.{name}": getattr(store.digests, name) for name in store.digests.statistics}
     if layer.last_queries is not None:
         found["queries"] = layer.last_queries.values
-    check_state(layer)
     found |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
     if layer.resident is not None and layer.is_least:
         resident = layer.resident

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import stat
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_offload.fields import list_of
 from hf_offload.knobs import check_count, shown
 
 ADAPTIVE = "adaptive"
@@ -45,7 +43,8 @@ def load_intervals(path: Path) -> list[int]:
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
             raise ValueError(f"it is not a file of at most {_MOST_BYTES} bytes")
         intervals = json.loads(path.read_bytes())["intervals"]
-        list_of(partial(check_count, what="a number of steps"), "intervals", intervals)
+        for place, steps in enumerate(intervals):
+            check_count(f"intervals[{place}]", steps, what="a number of steps")
     except FileNotFoundError:
         raise ValueError(
             f'recall={str(path)!r} is neither "adaptive" nor a profile file; write one with `hf-offload profile`'
