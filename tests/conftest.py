@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests: no network, one thread, one SmolLM2 for all."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from typing import Any
 import pretended
 import torch
 
+if gc.isenabled():  # until all is imported and collected, of which nothing is garbage (`pytest_collection`)
+    gc.disable()
 if pretended.VARIABLE in os.environ:  # a CUDA device that is not there
     pretended.install()
 if not torch.cuda.is_available():
@@ -43,6 +46,17 @@ def real_statistics(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Digests of a real model as users have them."""
     if "smollm2" in request.fixturenames:
         monkeypatch.setattr(digests, "STATISTICS_TOKENS", STATISTICS_TOKENS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives as long as the process: later collections, of which tests ask for many, pass
+    it over."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
