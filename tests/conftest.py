@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests: no network, one thread, one SmolLM2 for all."""
 
+import atexit
 import gc
 import os
 from collections import Counter
@@ -57,6 +58,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
