@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import covering
 from pools import bits, run
 from references import hgca as reference
 
@@ -23,13 +24,18 @@ def _averages(batch: int, heads: int, tokens: int) -> tuple[torch.Tensor, torch.
     return average, valid
 
 
-@pytest.mark.parametrize("rule", ["any", "mean"])
-@pytest.mark.parametrize("group", [1, 3, 4, 7])
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
-    ("border", "first", "stop"), [(0, 0, 333), (333, 0, 333), (100, 17, 300), (20, 21, 22), (9, 8, 8), (5, 3, 19)]
+    ("span", "threads", "group", "rule"),
+    covering(
+        [(0, 0, 333), (333, 0, 333), (100, 17, 300), (20, 21, 22), (9, 8, 8), (5, 3, 19)],
+        [1, 3],
+        [1, 3, 4, 7],
+        ["any", "mean"],
+    ),
+    ids=str,
 )
-def test_what_is_kept(border: int, first: int, stop: int, group: int, rule: Rule, threads: int) -> None:
+def test_what_is_kept(span: tuple[int, int, int], threads: int, group: int, rule: Rule) -> None:
+    border, first, stop = span
     torch.manual_seed(group)
     batch, kv_heads = 3, 2
     average, valid = _averages(batch, kv_heads * group, 333)
