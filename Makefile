@@ -62,7 +62,7 @@ lint:
 # A process that crashes ends the run, and so does a test of 20 minutes; both are named, with their stacks.
 HANGS := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 unit:
-	$(BIN)/python -m pytest -n auto --dist loadfile --max-worker-restart=0 $(HANGS) $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(HANGS) $(TESTS)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)

@@ -61,6 +61,14 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)
 
 
+LONGEST = {
+    "test_auto_graph.py", "test_cuda_graph.py", "test_docs.py", "test_exactness.py", "test_extending.py",
+    "test_families.py", "test_forged.py", "test_interruptions.py", "test_limits.py", "test_pairs.py",
+    "test_prefix_store.py", "test_processes.py", "test_properties.py", "test_samples.py", "test_supervise.py",
+}  # fmt: skip
+"""Files that take longest, or few of whose tests take long: those begin."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cases as slow; skip tests marked `gpu` without a CUDA device, and those of one memory with models on one.
@@ -83,6 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if parameters.get("tier") == "one" and not on_cpu:
             item.add_marker(one_memory)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -tests[item.path]))  # workers take files in this order
 
 
 @pytest.fixture(scope="session")
