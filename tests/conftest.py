@@ -1,5 +1,7 @@
 """Fixtures and settings of all tests: no network, one thread, one SmolLM2 for all."""
 
+import atexit
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +11,8 @@ from typing import Any
 import pretended
 import torch
 
+if gc.isenabled():  # until all is imported and collected, of which nothing is garbage (`pytest_collection`)
+    gc.disable()
 if pretended.VARIABLE in os.environ:  # a CUDA device that is not there
     pretended.install()
 if not torch.cuda.is_available():
@@ -45,6 +49,26 @@ def real_statistics(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(digests, "STATISTICS_TOKENS", STATISTICS_TOKENS)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives as long as the process: later collections, of which tests ask for many, pass
+    it over."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)
+
+
+LONGEST = {
+    "test_auto_graph.py", "test_cuda_graph.py", "test_docs.py", "test_exactness.py", "test_extending.py",
+    "test_families.py", "test_forged.py", "test_interruptions.py", "test_limits.py", "test_pairs.py",
+    "test_prefix_store.py", "test_processes.py", "test_properties.py", "test_samples.py", "test_supervise.py",
+}  # fmt: skip
+"""Files that take longest, or few of whose tests take long: those begin."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark cases as slow; skip tests marked `gpu` without a CUDA device, and those of one memory with models on one.
@@ -67,6 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if parameters.get("tier") == "one" and not on_cpu:
             item.add_marker(one_memory)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -tests[item.path]))  # workers take files in this order
 
 
 @pytest.fixture(scope="session")

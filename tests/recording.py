@@ -6,18 +6,36 @@ values, fails as in a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from hf_offload.blocks import resident_set as resident
 from hf_offload.gpu import handover
 
 SYNCHRONISING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique", "masked_select")
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors among arguments or results, and in lists of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_of(value)
+    return found
+
+
+@functools.cache
+def written_by(func: Any) -> list[tuple[int, str]]:
+    """Places and names of the arguments that an operation writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 class CpuRecorder(TorchDispatchMode):
@@ -74,18 +92,13 @@ class CpuRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         assert name not in SYNCHRONISING, f"{func} asks the device for a value in a captured step"
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        written = [
-            named[argument.name]
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
-        ]
+        places = written_by(func)
+        written = [args[i] if i < len(args) else kwargs[name] for i, name in places if i < len(args) or name in kwargs]
         for tensor in written:
             self._keep(tensor)
         output = func(*args, **kwargs)
-        outputs = [value for value in tree_flatten(output)[0] if isinstance(value, torch.Tensor)]
-        given = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
-        inputs = {value.untyped_storage().data_ptr() for value in given}
+        outputs = tensors_of([output])
+        inputs = {value.untyped_storage().data_ptr() for value in tensors_of([args, *kwargs.values()])}
         fresh = [value for value in outputs if value.untyped_storage().data_ptr() not in inputs]
         self._alive.append((args, kwargs, output))
         self._made |= {value.untyped_storage().data_ptr() for value in fresh}
@@ -94,8 +107,7 @@ class CpuRecorder(TorchDispatchMode):
         elif fresh:
 
             def again() -> None:
-                results = [value for value in tree_flatten(func(*args, **kwargs))[0] if isinstance(value, torch.Tensor)]
-                for old, new in zip(outputs, results, strict=True):
+                for old, new in zip(outputs, tensors_of([func(*args, **kwargs)]), strict=True):
                     assert old.shape == new.shape, f"the shape that {func} gives depends on values"
                     old.copy_(new)
 

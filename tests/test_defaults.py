@@ -60,6 +60,9 @@ def test_every_tensor_says_its_dtype_and_device() -> None:
     assert not found
 
 
+STEPS = 8
+"""Of which the fifth fills a block."""
+
 # --- what a step makes -----------------------------------------------------------------------------------------------
 
 
@@ -102,7 +105,7 @@ def make(model: PreTrainedModel, policy: str, tier: str) -> hf_offload.HybridCac
 def llama() -> tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]]:
     """A model, and full attention's tokens and logits."""
     stock = tiny_model("llama", "sdpa")
-    return tiny_model("llama"), decode_logits(stock, DynamicCache(config=stock.config), *prompt(3, 75), 17, 20)
+    return tiny_model("llama"), decode_logits(stock, DynamicCache(config=stock.config), *prompt(3, 75), 38, STEPS)
 
 
 @pytest.mark.parametrize(("policy", "tier"), CASES)
@@ -113,7 +116,7 @@ def test_no_tensor_of_the_default_dtype(
     model, want = llama
     with default("float16"), Watch(torch.float16) as watch:
         cache = make(model, policy, tier)
-        got = decode_logits(model, cache, *prompt(3, 75), 17, 20)
+        got = decode_logits(model, cache, *prompt(3, 75), 38, STEPS)
         cache.stats()
         cache.crop(-5)
         cache.fork()
@@ -131,7 +134,7 @@ def test_other_defaults(
     model, want = llama
     with default(name):
         cache = make(model, policy, tier)
-        assert_equal(decode_logits(model, cache, *prompt(3, 75), 17, 20), want)
+        assert_equal(decode_logits(model, cache, *prompt(3, 75), 38, STEPS), want)
         cache.save(tmp_path / "cache")
         kept, loaded = cache.to_dynamic(), hf_offload.HybridCache.load(tmp_path / "cache", model).to_dynamic()
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(kept.layers, loaded.layers, strict=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -36,20 +34,6 @@ def hooks_on(model: PreTrainedModel) -> int:
 
 
 # --- registration and fall back ---------------------------------------------------------------------------------------
-
-
-def test_import_does_nothing_but_register() -> None:
-    code = (
-        "import transformers, torch, sys\n"
-        "from transformers import AttentionInterface, AttentionMaskInterface\n"
-        "names = set(AttentionInterface._global_mapping), set(AttentionMaskInterface._global_mapping)\n"
-        "import _thread; threads = _thread._count(); count = torch.get_num_threads()\n"
-        "import hf_offload\n"
-        "assert set(AttentionInterface._global_mapping) - names[0] == {'hybrid_sparse'}\n"
-        "assert set(AttentionMaskInterface._global_mapping) - names[1] == {'hybrid_sparse'}\n"
-        "assert _thread._count() == threads and torch.get_num_threads() == count\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

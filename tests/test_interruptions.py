@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from breaking import interrupted_at
 from forks import in_fork
 from histories import History, Setting, check_books, empty
 from llvmlite.binding import ffi
@@ -48,28 +49,6 @@ SETTINGS = {
 CONTEXT = 203  # the fifth token from here fills a block
 
 
-@contextmanager
-def interrupted_at(point: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the n-th point of the package's code where Python looks for signals.
-
-    It looks when a function begins and when one of C's returns. What is given counts the points down.
-    """
-    left = [point]
-
-    def look(frame: Any, event: str, arg: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(PACKAGE):
-            left[0] -= 1
-            if left[0] == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(look)
-    try:
-        yield left
-    finally:
-        sys.setprofile(None)
-
-
 def tokens(rows: int, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(3, 150, (rows, count), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     mask = torch.ones_like(ids)
@@ -88,7 +67,7 @@ def begun(setting: Setting) -> History:
 
 def interrupt(history: History, point: int, act: Callable[[HybridCache], None]) -> bool:
     """Do something to the cache that is interrupted; whether it was, or ended before that point."""
-    with interrupted_at(point) as left:
+    with interrupted_at(point, PACKAGE) as left:
         try:
             act(history.caches[0])
         except KeyboardInterrupt:
@@ -124,7 +103,7 @@ def forward(history: History, count: int) -> Callable[[HybridCache], None]:
 
 def points(history: History, act: Callable[[HybridCache], None]) -> int:
     """How many points there are at which it can be interrupted."""
-    with interrupted_at(10**9) as left:
+    with interrupted_at(10**9, PACKAGE) as left:
         act(history.caches[0])
     return 10**9 - left[0]
 

@@ -12,7 +12,7 @@ from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.scores import Scores
 
-HEADS, GROUP, DIM = 2, 3, 32
+HEADS, GROUP, DIM = 2, 2, 32
 
 
 def sealed(name: str, block: int, blocks: int = 12, spread: float = 1.0):  # type: ignore[no-untyped-def]

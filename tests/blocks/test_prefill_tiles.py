@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from breaking import UNDONE, broken_launch
+from pairwise import covering
 
 from hf_offload import WorkerError
 from hf_offload.blocks import memory
@@ -64,15 +65,20 @@ def assert_tiles(store: BlockStore, stop: int, tile: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("stop", "tile"), [(LENGTH, 64), (LENGTH, 50), (48, 16), (33, 16), (16, 16), (7, 4096), (1, 1)]
+    ("ends", "dtype", "packs", "threads"),
+    covering(
+        [(LENGTH, 64), (LENGTH, 50), (48, 16), (33, 16), (16, 16), (7, 4096), (1, 1)],
+        [torch.bfloat16, torch.float32],
+        [False, True],
+        [1, 3],
+    ),
+    ids=str,
 )
 def test_tiles_are_what_gather_brings(
-    stop: int, tile: int, dtype: torch.dtype, packs: bool, threads: int, device: str
+    ends: tuple[int, int], dtype: torch.dtype, packs: bool, threads: int, device: str
 ) -> None:
+    stop, tile = ends
     assert_tiles(make_store(Worker(threads), dtype=dtype, packs=packs, device=device), stop, tile)
 
 

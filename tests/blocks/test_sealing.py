@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from pairwise import covering
 
 from hf_offload.blocks.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.blocks.digests import DIGESTS
@@ -45,12 +46,16 @@ def watched(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
-    "cuts", [[], [7], [5, 9, 11, 300], [2 * SIZE, 2 * SIZE + 1], [130, 131, 132, 300], [64, 128]], ids=str
+    ("digest", "cuts", "padded", "packs"),
+    covering(
+        DIGESTS,
+        [[], [7], [5, 9, 11, 300], [2 * SIZE, 2 * SIZE + 1], [130, 131, 132, 300], [64, 128]],
+        [False, True],
+        [False, True],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("digest", DIGESTS)
 def test_keys_at_hand_make_the_same_digests(
     digest: str, cuts: list[int], padded: bool, packs: bool, device: str
 ) -> None:

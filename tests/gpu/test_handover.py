@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import covering
 
 from hf_offload.cpu.host_signals import Doorbell, Item
 from hf_offload.cpu.launch import Array, Launch, kernel
@@ -56,9 +57,7 @@ def assert_there(to: Inbox, sent: tuple[torch.Tensor, ...]) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("by_copies", [False, True])
-@pytest.mark.parametrize("with_tail", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "with_tail", "by_copies"), covering(SIZES, [False, True], [False, True]), ids=str)
 def test_all_of_it_arrives(
     form: str, with_tail: bool, by_copies: bool, sizes: Any, request: pytest.FixtureRequest
 ) -> None:

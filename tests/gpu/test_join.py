@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -25,13 +26,15 @@ def check(device: str, masses: torch.Tensor, tail: torch.Tensor, sealed: int, kv
     torch.testing.assert_close(score[:, :, :sealed].double(), want, rtol=5e-5, atol=1e-5 if join == "raw" else 1e-30)
 
 
+SIZES = [(1, 1, 1), (3, 37, 33), (7, 300, 256), (16, 700, 650), (4, 1100, 1025), (2, 9, 0), (35, 70, 65), (17, 9, 8)]
+
+
 @every_form
-@pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
-    ("group", "blocks", "sealed"),
-    [(1, 1, 1), (3, 37, 33), (7, 300, 256), (16, 700, 650), (4, 1100, 1025), (2, 9, 0), (35, 70, 65), (17, 9, 8)],
+    ("sizes", "join"), list(zip([*SIZES, (3, 37, 33)], itertools.cycle(JOINS), strict=False)), ids=str
 )
-def test_join(form: str, group: int, blocks: int, sealed: int, join: str, request: pytest.FixtureRequest) -> None:
+def test_join(form: str, sizes: tuple[int, int, int], join: str, request: pytest.FixtureRequest) -> None:
+    group, blocks, sealed = sizes
     device = device_of(form, request)
     torch.manual_seed(group)
     masses, tail = torch.randn(2, 3 * group, blocks) * 8, torch.randn(2, 3 * group)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import covering
 from torch import Tensor
 
 from hf_offload.gpu.merge import HostResult, merge
@@ -60,16 +61,17 @@ def true_merge(parts: dict[str, Tensor], kind: str, sinks: bool, scale: float) -
     return merged, total
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("kind", ["no host", "host", "corrected"])
-@pytest.mark.parametrize(("splits", "heads", "dim"), [(1, 2, 16), (3, 5, 80), (33, 3, 128)])
+@pytest.mark.parametrize(
+    ("shape", "kind", "sinks"),
+    covering([(1, 2, 16), (3, 5, 80), (33, 3, 128)], ["no host", "host", "corrected"], [False, True]),
+    ids=str,
+)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 def test_parts_add_up(
-    request: pytest.FixtureRequest, form: str, dtype: torch.dtype, splits: int, heads: int, dim: int, kind: str,
-    sinks: bool,
-) -> None:  # fmt: skip
+    request: pytest.FixtureRequest, form: str, dtype: torch.dtype, shape: tuple[int, int, int], kind: str, sinks: bool
+) -> None:
     device = choose_form(form, request)
-    parts = make_parts(splits, heads, dim)
+    parts = make_parts(*shape)
     parts["query"] = parts["query"].to(dtype)
     given = {name: tensor.to(device) for name, tensor in parts.items()}
     correction = (given["kbar"], given["predicted"]) if kind == "corrected" else ()

@@ -293,16 +293,16 @@ def test_little_is_done_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None
         replay(recorder)
 
     monkeypatch.setattr(CpuRecorder, "replay", replayed)
-    ids, _ = prompt(1, 166)
+    ids, _ = prompt(1, 162)
     with torch.no_grad():
-        for i in range(156, 166):
+        for i in range(156, 162):  # the fifth fills a block
             calls[0] = 0
             sys.setprofile(count)
             try:
                 model(ids[:, i : i + 1], past_key_values=cache)
             finally:
                 sys.setprofile(None)
-    assert len(counted) == 10
+    assert len(counted) == 6
     assert max(counted) <= 300, counted
 
 

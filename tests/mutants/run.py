@@ -28,7 +28,7 @@ PATCHES = Path(__file__).parent
 ROOT = PATCHES.parents[1]
 COLUMNS = ("mutant", "kind", "found_by", "seconds")
 LEFT_OUT = (".*", "build", "dist", "site", "*.egg-info")
-QUICK = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart=0")
+QUICK = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart=0")
 # A process that crashes or waits forever ends the run, which finds the fault, too.
 PYTEST = (
     "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "--disable-warnings",

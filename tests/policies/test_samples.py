@@ -103,10 +103,10 @@ def test_what_is_always_attended(length: int, recent: int, always_drawn: None) -
     ids, mask = prompt(3, length)
     mask[1, :7], mask[2, : length - 2] = 0, 0
     model = tiny_model("llama")
-    cache = hf_offload.HybridCache(model, "scout", samples=1, sinks=5, recent=recent, block_size=8)
+    cache = hf_offload.HybridCache(model, "scout", samples=1, sinks=5, recent=recent, block_size=BLOCK)
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, do_sample=False)
     length = cache.get_seq_length()
-    sealed = (length - 1) // 8 * 8
+    sealed = (length - 1) // BLOCK * BLOCK
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     for layer in cache.layers:
         selection = layer.steps[True]._estimate.selection
@@ -405,8 +405,7 @@ def test_a_row_that_is_mostly_padding_beside_a_long_one() -> None:
     model = tiny_model("llama")
     ids, mask = prompt(2, 1301)
     mask[1, :1201] = 0
-    both = hf_offload.HybridCache(model, "hgca", window=256, rescue=128)
-    alone = hf_offload.HybridCache(model, "hgca", window=256, rescue=128)
+    both, alone = (hf_offload.HybridCache(model, "hgca", window=256, rescue=128, block_size=BLOCK) for _ in range(2))
     given = {"max_new_tokens": 20, "do_sample": False}
     got = model.generate(ids, attention_mask=mask, past_key_values=both, **given)
     want = model.generate(ids[:1], past_key_values=alone, **given)

@@ -26,8 +26,8 @@ from hf_offload.policies.registry import POLICIES
 from hf_offload.scores import Scores
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "extending.md"
-SMALL: dict[str, Any] = {"block_size": 8, "prefill_tile": 32}
-KNOBS = {"one": {"tier": "one", **SMALL}, "split": {"tier": "split", "resident": 64, **SMALL}}
+SMALL: dict[str, Any] = {"block_size": 16, "prefill_tile": 32}
+KNOBS = {"one": {"tier": "one", **SMALL}, "split": {"tier": "split", "resident": 96, **SMALL}}
 tiers = pytest.mark.parametrize("tier", KNOBS)
 
 
@@ -451,7 +451,7 @@ def test_a_policy_chooses_by_the_digest(llama: PreTrainedModel, ball: Any, tier:
     assert torch.equal(llama.generate(ids, past_key_values=HybridCache(llama, budget=4096, **knobs), **told), want)
     logits = []
     for digest in ("ball", "submean"):
-        cache = HybridCache(llama, budget=32, **{**knobs, "digest": digest})
+        cache = HybridCache(llama, budget=64, **{**knobs, "digest": digest})
         feed(llama, cache, ids, 0, 290, 290)
         logits.append(feed(llama, cache, ids, 290, 300))
         assert logits[-1].isfinite().all()

@@ -187,12 +187,21 @@ def saved_as(model: PreTrainedModel, policy: str | Policy, folder: Path, **knobs
     read(model, policy, **knobs).save(folder)
 
 
-def test_a_saved_cache_needs_its_policy(model: PreTrainedModel, own: ModuleType, tmp_path: Path) -> None:
-    """In a process that has not imported the user's file, and then has; its one import has registered the attention."""
+def test_an_import_registers_the_attention_alone_and_a_saved_cache_needs_its_policy(
+    model: PreTrainedModel, own: ModuleType, tmp_path: Path
+) -> None:
+    """In a process that has not imported the user's file, and then has."""
     saved_as(model, "nearest_blocks", tmp_path / "saved")
     code = """
-import sys
+import _thread, sys
+import torch, transformers
+interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+before = [set(each._global_mapping) for each in interfaces]
+threads = _thread._count(), torch.get_num_threads()
 import hf_offload
+for each, names in zip(interfaces, before):
+    assert set(each._global_mapping) - names == {"hybrid_sparse"}
+assert (_thread._count(), torch.get_num_threads()) == threads
 from tiny import tiny_model
 model = tiny_model("llama", "hybrid_sparse")
 try:

@@ -98,7 +98,7 @@ def test_a_long_layer_shows_its_pieces(bars, model, short_pieces):
 
 
 def test_decode_steps_show_nothing(bars, model):
-    cache = hf_offload.HybridCache(model, progress=True, budget=256)
+    cache = hf_offload.HybridCache(model, progress=True, budget=256, block_size=16)
     run(model, cache)
     for _ in range(3):
         run(model, cache, 1)
@@ -112,7 +112,7 @@ def test_it_is_off_by_default(bars, model):
 
 def test_drafts_are_decode_steps(bars, model):
     ids = prompt(1, 40)[0].repeat(1, 6)  # text that repeats itself is drafted from the prompt
-    cache = hf_offload.HybridCache(model, progress=True, budget=256)
+    cache = hf_offload.HybridCache(model, progress=True, budget=256, block_size=16)
     model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
     assert len(bars) == 1
 
@@ -184,7 +184,7 @@ def test_padded_rows_reach_the_end(bars, model, short_pieces):
 
 
 def test_two_memories_show_it_too(bars, model):
-    run(model, hf_offload.HybridCache(model, progress=True, tier="split", budget=256))
+    run(model, hf_offload.HybridCache(model, progress=True, tier="split", budget=256, block_size=16))
     assert bars[0].positions[-1] == bars[0].total
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from breaking import UNDONE, broken_launch
+from breaking import UNDONE, broken_launch, interrupted_at
 from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
@@ -162,25 +159,6 @@ def test_a_fault_of_either_side_surfaces_and_the_step_can_be_repeated(
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@contextmanager
-def interrupted_at(point: int) -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the n-th call in the files of the schedule; what is given counts down."""
-    left, files = [point], {scheduler.__file__, selector.__file__}
-
-    def look(frame: Any, event: str, arg: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename in files:
-            left[0] -= 1
-            if left[0] == 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(look)
-    try:
-        yield left
-    finally:
-        sys.setprofile(None)
-
-
 @pytest.mark.parametrize("name", ["priority", "length"])
 def test_interrupted_anywhere_the_cache_goes_on(llama: PreTrainedModel, name: str) -> None:
     ids = prompt(1, 260)[0]
@@ -194,7 +172,7 @@ def test_interrupted_anywhere_the_cache_goes_on(llama: PreTrainedModel, name: st
             token = ids[:, 201 + number : 202 + number]
             want = llama(token, past_key_values=whole).logits
             try:
-                with interrupted_at(point):
+                with interrupted_at(point, scheduler.__file__, selector.__file__):
                     got = llama(token, past_key_values=cache).logits
             except KeyboardInterrupt:
                 hit += 1
