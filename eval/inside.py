@@ -118,7 +118,11 @@ def digest_bytes(cache: Any) -> int:
 
 def used_bytes(caches: Iterable[Any]) -> int:
     """Bytes of the blocks in use by some caches; pools and blocks that they share count once."""
-    return sum(pool.used_bytes for pool in _pools(caches))
+    pools = _pools(caches)
+    for pool in pools:
+        pool._collect()
+    slabs = [slabs for pool in pools for slabs in (pool._plain, pool._packed)]
+    return sum((each.places - len(each.free)) * each.nbytes for each in slabs)
 
 
 def slab_bytes(caches: Iterable[Any]) -> int:

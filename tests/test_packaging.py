@@ -96,14 +96,15 @@ def normal(name: str) -> str:
 
 
 EVERYTHING = ("demo", "eval", "dev", "serve")
+SERVER = {"fastapi", "uvicorn"}  # of the command `serve` alone
 
 
 @pytest.mark.parametrize(
     ("folders", "extras", "optional"),
     [
         (["hf_offload"], ("serve",), {"triton", "lm-eval"}),  # with torch for CUDA; for `hf_offload.lm_eval` alone
-        (["examples"], ("demo", "eval"), set()),
-        (["eval"], ("demo", "eval"), {"llama-cpp-python", "llama-cpp"}),  # a peer, where it is installed
+        (["examples"], ("demo", "eval"), SERVER),
+        (["eval"], ("demo", "eval"), {"llama-cpp-python", "llama-cpp", *SERVER}),  # a peer, where it is installed
         (["tests", "eval", "examples", "docs"], EVERYTHING, {"llama-cpp-python", "llama-cpp"}),
     ],
     ids=["package", "examples", "eval", "tests"],

@@ -357,6 +357,18 @@ def test_side_calls_push_nothing_out(model: PreTrainedModel, tmp_path: Path) -> 
         prompt = joined(out.sequences[:, :-3], ids(2, turn))
 
 
+def test_short_prompts_push_no_long_one_from_memory(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    _, _, out = ask(store, ids(400))
+    store.flush()
+    store._max_ram, store._min_seconds = int(1.2 * store.ram_bytes), 1000
+    for seed in range(3):
+        ask(store, ids(300, 50 + seed))
+        assert store.ram_bytes <= store._max_ram
+    with store.open(joined(out.sequences, ids(5))) as found:
+        assert (found.source, found.tokens) == ("ram", 407)
+
+
 # --- what must not be found -------------------------------------------------------------------------------------------
 
 

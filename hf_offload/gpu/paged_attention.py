@@ -58,27 +58,32 @@ def paged_attention(
         TypeError: a tensor of another dtype.
         ValueError: shapes, devices or sizes that do not fit together.
     """
-    batch, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
+    _, heads, group = check_listing(query, pool, slots, blocks, counts, limits, valid, softcap)
     if query.device.type not in ON_TRITON:
         return _by_torch(query, pool, slots, blocks, counts, limits, valid, scale, softcap)
-    width = slots.shape[2]
-    splits = count_splits(batch * heads, width * pool.shape[4])
-
-    def launch(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty(batch, query.shape[1], splits, query.shape[2], dtype=torch.float32, device=query.device)
-        lse = torch.empty(batch, query.shape[1], splits, dtype=torch.float32, device=query.device)
-        paged_attention_kernel[(batch * heads, splits)](
-            query, pool, slots, blocks, counts, limits, valid, out, lse, scale,
-            1.0 if softcap is None else softcap,
-            pool.shape[2], width, 0 if valid is None else valid.shape[1],
-            CAPPED=softcap is not None, **tile_sizes(query, pool), num_warps=4, num_stages=3,
-        )  # fmt: skip
-        return out, lse
-
+    listing = (pool, slots, blocks, counts, limits, valid, scale, softcap)
     if group <= MOST_HEADS:
-        return launch(query)
-    outs, lses = zip(*map(launch, split_heads(query, heads)), strict=True)
+        return _launch(query, *listing)
+    outs, lses = zip(*(_launch(part, *listing) for part in split_heads(query, heads)), strict=True)
     return regroup_heads(outs, heads), regroup_heads(lses, heads)
+
+
+def _launch(
+    query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, blocks: torch.Tensor, counts: torch.Tensor,
+    limits: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch, heads, _, _, size, dim = pool.shape
+    width = slots.shape[2]
+    splits = count_splits(batch * heads, width * size)
+    out = torch.empty(batch, query.shape[1], splits, dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(batch, query.shape[1], splits, dtype=torch.float32, device=query.device)
+    paged_attention_kernel[(batch * heads, splits)](
+        query, pool, slots, blocks, counts, limits, valid, out, lse, scale,
+        1.0 if softcap is None else softcap,
+        pool.shape[2], width, 0 if valid is None else valid.shape[1],
+        CAPPED=softcap is not None, **tile_sizes(query, pool), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out, lse
 
 
 def count_splits(lines: int, tokens: int) -> int:

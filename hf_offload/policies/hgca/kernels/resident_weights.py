@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 
@@ -70,32 +70,44 @@ def update_weights(
     )
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} is not in (0, 1]")
+    listing, numbers = (pool, slots, blocks, counts, limits, valid), _Numbers(scale, softcap, alpha, share, after)
     if query.device.type not in ON_TRITON:
-        listing = (pool, slots, blocks, counts, limits, valid)
-        _by_torch(average, query, listing, lse, (scale, softcap, alpha, share, after))
-        return
-    width, slots_there = slots.shape[2], pool.shape[2]
+        _by_torch(average, query, listing, lse, numbers)
+    elif group <= MOST_HEADS:
+        _launch(average, query, listing, lse, numbers)
+    else:
+        parts = [split_heads(tensor, heads) for tensor in (average, query, lse)]
+        for some, asked, relative in zip(*parts, strict=True):
+            _launch(some, asked, listing, relative, numbers)
+        average.copy_(regroup_heads(parts[0], heads))
 
-    def launch(average: torch.Tensor, query: torch.Tensor, lse: torch.Tensor) -> None:
-        sizes = tile_sizes(query, pool)
-        update_weights_kernel[batch * heads, -(-width * sizes["SIZE"] // sizes["TILE"])](
-            average, query, pool, slots, blocks, counts, limits, valid, lse, scale,
-            1.0 if softcap is None else softcap, alpha, 0.0 if share is None else share, after, slots_there, width,
-            0 if valid is None else valid.shape[1],
-            CAPPED=softcap is not None, LARGEST=share is not None, **sizes, num_warps=4,
-        )  # fmt: skip
 
-    if group <= MOST_HEADS:
-        launch(average, query, lse)
-        return
-    parts = [split_heads(tensor, heads) for tensor in (average, query, lse)]
-    for part in zip(*parts, strict=True):
-        launch(*part)
-    average.copy_(regroup_heads(parts[0], heads))
+class _Numbers(NamedTuple):
+    """The last arguments of `update_weights`."""
+
+    scale: float
+    softcap: float | None
+    alpha: float
+    share: float | None
+    after: int
+
+
+def _launch(
+    average: torch.Tensor, query: torch.Tensor, listing: tuple[Any, ...], lse: torch.Tensor, numbers: _Numbers
+) -> None:
+    pool, slots, *_, valid = listing
+    scale, softcap, alpha, share, after = numbers
+    sizes, slots_there, width = tile_sizes(query, pool), pool.shape[2], slots.shape[2]
+    grid = pool.shape[0] * pool.shape[1], -(-width * sizes["SIZE"] // sizes["TILE"])
+    update_weights_kernel[grid](
+        average, query, *listing, lse, scale, 1.0 if softcap is None else softcap, alpha,
+        0.0 if share is None else share, after, slots_there, width, 0 if valid is None else valid.shape[1],
+        CAPPED=softcap is not None, LARGEST=share is not None, **sizes, num_warps=4,
+    )  # fmt: skip
 
 
 def _by_torch(
-    average: torch.Tensor, query: torch.Tensor, listing: tuple[Any, ...], lse: torch.Tensor, numbers: tuple[Any, ...]
+    average: torch.Tensor, query: torch.Tensor, listing: tuple[Any, ...], lse: torch.Tensor, numbers: _Numbers
 ) -> None:
     pool, slots, blocks, counts, limits, valid = listing
     scale, softcap, alpha, share, after = numbers
