@@ -56,7 +56,7 @@ class _Entry:
         namespace: the folder of the caches like it.
         ids: its tokens, int32 `[T]`.
         cache: the cache.
-        base: the entry from which it was forked, until it is saved itself.
+        base: the entry from which it was forked, until it is saved itself; what that has on disk stays there.
         segments: where its blocks are on disk, once it is saved.
         seconds: how long it took to compute what is not on disk.
         path: its folder, if it is saved; failed: whether a save has failed; evicted: whether its folder was removed and
@@ -81,12 +81,16 @@ class _Entry:
         """Whether it begins with the tokens of another entry of its namespace."""
         return self.namespace == other.namespace and _begins(self.ids, other.ids)
 
+    def saved(self) -> _Entry | None:
+        """The entry, or the nearest one that it comes from, that is on disk."""
+        entry: _Entry | None = self
+        while entry is not None and entry.path is None:
+            entry = entry.base
+        return entry
+
     def shared(self) -> list[Segment]:
-        """The segments of the nearest entry it comes from that is saved; of their blocks those that both hold."""
-        base = self.base
-        while base is not None and not base.segments:
-            base = base.base
-        if base is None:
+        """The segments of the saved entry that it comes from; of their blocks those that both hold."""
+        if (base := self.saved()) is None:
             return []
         pairs = zip(hybrid_layers(base.cache), hybrid_layers(self.cache), strict=True)
         stores = {
@@ -505,7 +509,7 @@ class PrefixStore:
                 before = sorted((other for other in alike if entry.continues(other)), key=lambda other: other.used)
                 drop = before if self._crops else before[: max(len(before) + 1 - MOST_CHECKPOINTS, 0)]
                 base = entry.base
-                if base is not None and base in drop and not base.segments and not self._wants_saving(base):
+                if base is not None and base in drop and base.path is None and not self._wants_saving(base):
                     entry.base = base.base  # its blocks will not be on disk
                 self._held = [*(other for other in self._held if other not in drop), entry]
             self._use(entry)
@@ -622,14 +626,11 @@ class PrefixStore:
                     entries.remove(path)
                     segments = cache.save_segments(path, shared, more)
                 with self._lock:
-                    entry.path, entry.seconds, entry.base, entry.segments = (
-                        path,
-                        0.0,
-                        None if segments else entry.base,
-                        segments,
-                    )
+                    entry.path, entry.seconds, entry.segments = path, 0.0, segments
+                    entry.base = None if segments else entry.base
                     self._disk[path] = entry.ids
-                    in_use = {other.path for other in self._held if other.users and other.path is not None}
+                    at_work = [*self._urgent, *(other for other in self._held if other.users)]
+                    in_use = {base.path for other in at_work if (base := other.saved()) is not None and base.path}
                     older = [
                         other for other, ids in self._disk.items()
                         if other.parent == path.parent and other != path and _begins(entry.ids, ids)

@@ -318,6 +318,24 @@ def test_what_is_in_use_is_not_evicted(model: PreTrainedModel, tmp_path: Path) -
     assert torch.equal(got.sequences, plain.sequences)
 
 
+def test_what_an_unsaved_prompt_comes_from_stays_on_disk(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(tmp_path, model)
+    _, _, out = ask(store, ids(300))
+    store.flush()
+    (durable,) = store._disk
+    store._max_bytes = store.disk_bytes
+    monkeypatch.setattr(store, "_save_soon", lambda entry: None)  # another save takes long
+    second = joined(out.sequences, ids(5))
+    with store.open(second) as found:
+        generate(model, second, found.cache, 1)
+        ask(store, ids(300, 9))
+        (other,) = [entry for entry in store._held if entry.path is None and not entry.users]
+        store._save(other)
+        assert durable.exists()
+
+
 def test_short_work_is_not_saved_and_long_work_at_once(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
