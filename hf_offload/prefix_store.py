@@ -649,16 +649,18 @@ class PrefixStore:
         """
         with self._lock:
             failed, self._failed = self._failed, None
-            waiting, self._urgent = self._urgent, []
             for entry in self._held:
                 entry.failed = False
-                if self._wants_saving(entry) and entry not in waiting:
-                    waiting.append(entry)
+                if self._wants_saving(entry) and entry not in self._urgent:
+                    self._urgent.append(entry)
+            waiting = list(self._urgent)
         for entry in waiting:
             try:
                 self._save(entry)
             except Exception as error:
                 failed = error
+            with self._lock:  # until now what it comes from stays on disk
+                self._urgent = [other for other in self._urgent if other is not entry]
         if failed is not None:
             raise failed
 
