@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ class Work:
     """A model and prompts for it."""
 
     def __init__(self, folder: Path, tokens: int | None) -> None:
-        self.folder = folder
+        self.folder, self.number, self.lost = folder, 0, 0
+        self.found: hf_offload.prefix_store.Found | None = None
         self.segment, self.chunk, self.threads = (64, 16, 1) if tokens is None else (4096, 512, 2)
         generator = torch.Generator().manual_seed(0)
         if tokens is None:
@@ -63,26 +65,48 @@ class Work:
 
     def use(self, pipe: int, order: random.Random) -> None:
         """Read and answer prompts without end; write prompt and tokens read to a pipe after each forward."""
-        store = self.store()
+        store, self.found = self.store(), None
         torch.set_num_threads(self.threads)
+        entries.evict = self.watched(pipe, entries.evict)
         while True:
-            number = order.randrange(len(self.prompts))
-            with store.open(self.prompts[number]) as found:
-                kept = found.cache.after_forward
-                lost = max(found.tokens - self.on_disk(self.prompts[number]), 0)  # evicted, or not saved yet
+            self.number = order.randrange(len(self.prompts))
+            ids = self.prompts[self.number]
+            with store.open(ids) as found:
+                kept, self.found = found.cache.after_forward, found
+                self.lost = max(found.tokens - self.on_disk(ids), 0)  # evicted, or not saved yet
                 assert kept is not None
 
-                def told(found: Any = found, number: int = number, kept: Any = kept, lost: int = lost) -> None:
-                    os.write(pipe, f"{number} {found.cache.get_seq_length() if lost < self.segment else 0}\n".encode())
+                def told(found: Any = found, kept: Any = kept) -> None:
+                    read = found.cache.get_seq_length() if self.lost < self.segment else 0
+                    os.write(pipe, f"{self.number} {read}\n".encode())
                     kept()
 
                 found.cache.after_forward = told
                 found.read(chunk=self.chunk)
-                out = self.answer(self.prompts[number], found.cache)
+                out = self.answer(ids, found.cache)
                 if order.random() < 0.7:
                     found.keep(out)
+                self.found = None
             if order.random() < 0.3:
                 store.flush()
+
+    def watched(self, pipe: int, evict: Callable[..., list[Path]]) -> Callable[..., list[Path]]:
+        """`entries.evict`, which leaves what a prompt at work comes from, and may take what others have of it."""
+
+        def run(folder: Path, most: int, keep: Collection[Path], drop: Collection[Path] = ()) -> list[Path]:
+            found = self.found
+            saved = None if found is None or found._entry is None else found._entry.saved()
+            path = None if saved is None else saved.path
+            before, self.lost = self.lost, self.segment  # nothing is claimed meanwhile
+            os.write(pipe, f"{self.number} 0\n".encode())
+            removed = evict(folder, most, keep, drop)
+            if path in removed and path not in drop:
+                os._exit(3)
+            gone = 0 if found is None else found.tokens - self.on_disk(self.prompts[self.number])
+            self.lost = max(before, gone)
+            return removed
+
+        return run
 
     def on_disk(self, ids: torch.Tensor) -> int:
         """The number of a prompt's tokens that an entry on disk holds."""
@@ -93,15 +117,21 @@ class Work:
 
     def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random, last: bool) -> None:
         """After a kill: a prompt of which so many tokens had been read; a long one is answered after the last kill."""
-        store = self.store()
+        store, damaged = self.store(), list[Path]()
         torch.set_num_threads(self.threads)
+        store._discard = damaged.append  # type: ignore[method-assign]
         listed = {entry.path for entry in entries.list_entries(self.folder) if entry.tokens}
         assert set(self.folder.glob("*/*")) - set(self.folder.glob("*/about.json")) == listed
         for which in (number, order.randrange(len(self.prompts))):
             ids = self.prompts[which]
             with store.open(ids) as found:
+                assert not damaged, damaged
                 if which == number:
-                    assert found.tokens >= min(read, ids.shape[1]) - self.segment - self.chunk, (found.tokens, read)
+                    assert found.tokens >= min(read, ids.shape[1]) - self.segment - self.chunk, (
+                        found.tokens,
+                        read,
+                        listed,
+                    )
                     print(
                         f"prompt {which}: {read} of {ids.shape[1]} tokens were read, {found.tokens} found", flush=True
                     )
