@@ -590,6 +590,15 @@ def turn_seconds(source: str) -> str:
     return f"{number(row('save_load', row='scout-1024', tokens='32768')[f'turn_{source}_s'])} s"
 
 
+def serve_table() -> str:
+    counts = sorted(int(name.rpartition("_")[2]) for name in rows("serve")[0] if name.startswith("tokens_per_s_"))
+    return listing(
+        rows("serve"),
+        {"": "way", "first token after a kill, s": cell("first_token_s"), "the same by hand, s": cell("by_hand_s")}
+        | {f"tokens/s, {n} chat{'s' * (n > 1)}": cell(f"tokens_per_s_{n}") for n in counts},
+    )
+
+
 def saved_mib(name: str) -> str:
     return f"{float(row('save_load', row=name, tokens='8192')['disk_bytes']) / 2**20:.0f} MiB"
 
@@ -858,6 +867,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "store-ram": partial(turn_seconds, "ram"),
     "store-disk": partial(turn_seconds, "disk"),
     "store-cold": partial(turn_seconds, "cold_disk"),
+    "serve": serve_table,
+    "serve-tokens": lambda: f"{int(rows('serve')[0]['tokens']):,}",
     "saved-bytes": partial(saved_mib, "scout-1024"),
     "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
     "forked-bytes": lambda: f"{float(row('save_load', row='scout-1024', tokens='8192')['fork_bytes']):.2f}×",

@@ -136,10 +136,10 @@ class Engine:
         return logits[:, -1]
 
     def _warm(self) -> None:
-        """Compile what prompts, forks, appends of any length and decode steps need: seconds, once a machine a minute."""
+        """Compile what prompts, forks, appends and decode steps need: seconds, or once a machine a minute."""
         most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2048
-        ids, cache = [3 + i % 50 for i in range(min(1200, most - 32))], self._store.new_cache()  # digests begin at 1,024
-        for part in (ids[:FIRST], ids[:1], ids[FIRST:]):
+        ids, cache = [3 + i % 50 for i in range(min(1200, most - 32))], self._store.new_cache()
+        for part in (ids[:FIRST], ids[:1], ids[FIRST:]):  # digests begin at 1,024 tokens
             self._logits(cache, part)
         cache = cache.fork()
         for part in (*(ids[:count] for count in range(2, 8)), ids[:1], ids[:1]):
