@@ -85,23 +85,23 @@ class Answer:
         self._marks = [mark for mark, wanted in ((THINK, thinks), (CALL, bool(tools))) if wanted]
         self._region, self._first = THINK if within else None, within  # nothing of this part was given yet
         self._ids, self._read, self._held = list[int](), 0, ""
-        self.stopped, self.calls = False, list[dict[str, Any]]()
-        """Whether a stop sequence has come; the tool calls."""
+        self.stopped, self.calls = False, list[dict[str, Any]]()  # whether a stop sequence has come; the tool calls
 
     def add(self, token: int) -> list[Delta]:
         """Return what a token adds; what may be the beginning of a mark, or of a character, is held back."""
         self._ids.append(token)
         before, now = self._decode(self._ids[: self._read]), self._decode(self._ids)
         if not now.endswith("\ufffd") or len(self._ids) > self._read + 8:  # else a character is begun
-            self._ids = self._ids[-8:]  # a token's text may depend on those before it
-            self._read, self._held = len(self._ids), self._held + now[len(before) :]
+            self._ids, self._held = self._ids[-8:], self._held + now[len(before) :]
+            while "\ufffd" in self._decode(self._ids):  # what is decoded together may not begin within a character
+                del self._ids[0]
+            self._read = len(self._ids)
         return list(self._split())
 
     def end(self) -> list[Delta]:
         """Return what was held back, but for a character's first bytes."""
         now = self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :].rstrip("\ufffd")
-        text = (CALL[0] if self._region is CALL else "") + self._held + now
-        return [] if self.stopped else list(self._give(text))
+        return [] if self.stopped else list(self._give((CALL[0] if self._region is CALL else "") + self._held + now))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -142,17 +142,17 @@ class Answer:
 def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
     """Return name and arguments (as JSON) of a tool call, JSON or Qwen3.5's tags; None if it is neither."""
     try:
-        if named := re.search(r"<function=([^>\n]+)>", text):
+        if (named := re.search(r"<function=([^>\n]+)>", text)) and not text.lstrip().startswith("{"):
             own: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
             kinds = (own.get("parameters") or {}).get("properties") or {}
-            found = re.findall(r"<parameter=([^>\n]+)>\s*(.*?)\s*</parameter>", text, re.DOTALL)
+            found = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", text, re.DOTALL)
             call = {"name": named[1], "arguments": {k: _value(x, kinds.get(k)) for k, x in found}}
         else:
             call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    told: Any = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    told: Any = {"name": name, "arguments": json.dumps(arguments)}
     return told if isinstance(name, str) and isinstance(arguments, dict) else None
 
 

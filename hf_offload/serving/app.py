@@ -81,11 +81,11 @@ class Service:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         request.state.key = key.strip() if self.keys and scheme.lower() == "bearer" else ""
         known = [hmac.compare_digest(request.state.key.encode(), each.encode()) for each in self.keys]
-        if known and not any(known) and request.url.path != "/health":
+        if known and not any(known) and request.scope["path"] != "/health":
             raise RequestError("Authorization has no API key of this server", None, "invalid_api_key", status=401)
 
     async def _ask(self, request: Request) -> Response:
-        path, body = request.url.path, bytearray()
+        path, body = request.scope["path"], bytearray()
         async for part in request.stream():
             body += part
             if len(body) > BODY:

@@ -29,6 +29,7 @@ NEUTRAL: dict[str, Any] = {
 """Values that ask for nothing, of parameters that are not honoured."""
 TOOLS = 'Call these functions by <tool_call>{"name": …, "arguments": {…}}</tool_call> in your answer:\n'
 """What the system's message says where the model's template names no tools."""
+Ids = Annotated[list[int], Field(fail_fast=True)]  # one error tells enough of a million
 
 
 class _Part(BaseModel, extra="allow", strict=True):
@@ -38,8 +39,8 @@ class _Part(BaseModel, extra="allow", strict=True):
 
 class _Message(BaseModel, extra="allow", strict=True):
     role: str
-    content: str | list[_Part] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as templates take it: one text, objects as arguments of calls, all else as it is."""
@@ -47,7 +48,7 @@ class _Message(BaseModel, extra="allow", strict=True):
         found["content"] = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         found["role"] = "system" if self.role == "developer" else self.role
         for call in found.get("tool_calls") or ():
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         return found
 
@@ -64,7 +65,7 @@ class Asked(BaseModel, extra="forbid", strict=True):
     model: str | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1)  # -1: all, as in vLLM
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)  # -1: all, as in vLLM
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float = Field(0, ge=-2, le=2)
@@ -83,12 +84,11 @@ class Prompted(Asked):
     """A request with a prompt."""
 
     subject = "prompt"
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | Ids | Annotated[list[Ids], Field(fail_fast=True)]
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, *, answer: bool) -> list[int]:
         """Return the prompt's ids; several prompts are refused, and what is no id."""
-        prompt: Any = self.prompt
-        prompt = prompt[0] if len(prompt) == 1 and not isinstance(prompt[0], int) else prompt
+        prompt: Any = self.prompt[0] if len(self.prompt) == 1 and not isinstance(self.prompt[0], int) else self.prompt
         ids, size = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt, len(tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in ids):
             raise RequestError(f"prompt is not one text or one list of token ids below {size}; send each", "prompt")
@@ -99,8 +99,8 @@ class Chatted(Asked):
     """A request with messages."""
 
     subject = "messages"
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[_Tool] = []
+    messages: list[_Message] = Field(min_length=1, fail_fast=True)
+    tools: list[_Tool] = Field([], fail_fast=True)
     tool_choice: Literal["auto", "none"] = "auto"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -472,3 +472,13 @@ def test_a_long_prompt_is_read_in_chunks_and_pings(model: Any, tmp_path: Path, m
         assert sum(size for size in sizes if size > 1) == len("[user]\n[assistant]") + 800
         assert min(size for size in sizes if size > 1) >= 2
         assert sizes.count(1) == 1
+
+
+def test_a_body_of_many_errors_is_refused_at_once(client: TestClient) -> None:
+    for body in ({"prompt": [True] * 500_000}, {"prompt": [[1.5] * 500_000]}):
+        response = client.post("/v1/completions", json=body)
+        assert response.status_code == 400
+        assert len(response.text) < 500
+    refused = client.post("/v1/chat/completions", json={"messages": [3] * 500_000})
+    assert refused.status_code == 400
+    assert client.post("/v1/completions", json={"prompt": "a", "top_k": 10**400}).status_code == 400

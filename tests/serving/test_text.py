@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from letters import letters
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_offload.serving.answers import Answer
+from hf_offload.serving.answers import Answer, parse_call
 
 TOOLS = [
     {
@@ -119,3 +120,27 @@ def test_a_character_of_several_tokens_comes_whole(smollm2: tuple[Any, PreTraine
     assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts)
     assert sum(map(bool, parts)) > 10
+
+
+@pytest.mark.parametrize("text", ["ab😀", "王国的人", "กรุงเทพมหานคร", "नमस्ते दुनिया", "a王b国a的b人", "é" * 9])
+def test_characters_that_byte_fallback_spells(text: str) -> None:
+    """A run of byte tokens is decoded as a whole, and is lost as a whole if it begins within a character."""
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}, "a": 257, "b": 258, " ": 259}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    answer = Answer(tokenizer)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) > len(text)
+    assert text_of([delta for token in ids for delta in answer.add(token)] + answer.end()) == text
+
+
+def test_a_call_is_what_its_own_form_says() -> None:
+    quoted = {"name": "add", "arguments": {"b": "<function=other><parameter=x>1</parameter>\ud83d"}}
+    found = parse_call(json.dumps(quoted), TOOLS)
+    assert found is not None
+    assert (found["name"], json.loads(found["arguments"])) == ("add", quoted["arguments"])
+    assert found["arguments"].encode()
+    found = parse_call("<function=add>\n<parameter=b>\n    return 1\n\n</parameter>\n</function>", TOOLS)
+    assert found is not None
+    assert json.loads(found["arguments"]) == {"b": "    return 1\n"}
