@@ -583,6 +583,7 @@ class PrefixStore:
         """The thread's loop: save what is urgent, and what waits when the store is idle."""
         while (entry := self._next()) is not None:
             self._try_to_save(entry)
+            self._leave_line(entry)
 
     def _try_to_save(self, entry: _Entry | None, *, segment: bool = False) -> None:
         """Save an entry; the next `open` warns of an error, or `flush` raises it."""
@@ -599,7 +600,7 @@ class PrefixStore:
         with self._lock:
             while not self._closed:
                 if self._urgent:
-                    return self._urgent.pop(0)
+                    return self._urgent[0]
                 waiting = [entry for entry in self._held if self._wants_saving(entry)]
                 left = IDLE - (time.monotonic() - self._active)
                 if waiting and not self._open and left <= 0:
@@ -641,6 +642,11 @@ class PrefixStore:
                     self.saves, self.evictions = self.saves + (not segment), self.evictions + len(gone) - len(older)
                     self._forget(gone)
 
+    def _leave_line(self, entry: _Entry) -> None:
+        """An entry no longer waits; until now what it comes from stayed on disk."""
+        with self._lock:
+            self._urgent = [other for other in self._urgent if other is not entry]
+
     def flush(self) -> None:
         """Save now all that is to be saved.
 
@@ -659,8 +665,7 @@ class PrefixStore:
                 self._save(entry)
             except Exception as error:
                 failed = error
-            with self._lock:  # until now what it comes from stays on disk
-                self._urgent = [other for other in self._urgent if other is not entry]
+            self._leave_line(entry)
         if failed is not None:
             raise failed
 
