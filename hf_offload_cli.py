@@ -491,7 +491,7 @@ def _loading(model: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Import faster: what modules define is not garbage, and looking for some takes a sixth of the time of `plan`."""
+    """Import and load faster: looking for garbage takes a sixth of `plan`'s time, a third of a GGUF file's loading."""
     gc.disable()
     try:
         yield
@@ -525,7 +525,7 @@ def _load(model: str | None, dtype: str, **options: Any) -> tuple[PreTrainedMode
     from hf_offload.tools import assets
 
     typer.echo(f"loading {model or 'SmolLM2-135M-Instruct'} …", err=True)
-    with _loading(model):
+    with _loading(model), _no_garbage_collection():
         return assets.load_demo_model(model, dtype="auto" if dtype == "auto" else getattr(torch, dtype), **options)
 
 
