@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -14,10 +15,10 @@ import transformers as hf
 
 from hf_offload.serving.requests import Asked, RequestError
 
-Delta = dict[str, Any]
-"""A part of a message, as OpenAI's streams have it: `content`, `reasoning_content` or `tool_calls`."""
+Delta = dict[str, Any]  # a part of a message, as OpenAI's streams have it: content, reasoning_content or tool_calls
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 """What opens and closes reasoning and tool calls: Qwen, Hermes, SmolLM3, DeepSeek-R1 and models trained like them."""
+PARAMETER = r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|$))"
 
 
 class Sampler:
@@ -58,7 +59,8 @@ class Sampler:
         scores: Any = self._penalty(ids, logits.to("cpu", torch.float32, copy=True)) + self._bias
         for warp in self._warps:
             scores = warp(ids, scores)
-        weights = scores.softmax(-1)
+        if (weights := scores.softmax(-1)).isnan().any():
+            raise RuntimeError("the model's logits are not finite; try --dtype float32, or look at its weights")
         drawn = torch.multinomial(weights, 1, generator=self._dice) if self._warps else scores.argmax(-1, True)
         self._ids, token = torch.cat((ids, drawn), 1), int(drawn)
         self._bias[token] -= self._frequency + (0 if token in self._drawn else self._presence)
@@ -145,7 +147,7 @@ def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] 
         if (named := re.search(r"<function=([^>\n]+)>", text)) and not text.lstrip().startswith("{"):
             own: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
             kinds = (own.get("parameters") or {}).get("properties") or {}
-            found = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", text, re.DOTALL)
+            found = re.findall(PARAMETER, text, re.DOTALL)
             call = {"name": named[1], "arguments": {k: _value(x, kinds.get(k)) for k, x in found}}
         else:
             call = json.loads(text)
@@ -157,8 +159,10 @@ def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] 
 
 
 def _value(text: str, schema: Any) -> Any:
-    """A parameter's value by its schema: a string is itself, all else is JSON."""
-    try:
-        return text if isinstance(schema, dict) and schema.get("type") == "string" else json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    """A parameter's value by its schema: text, if that may be a string, or else JSON."""
+    own = schema if isinstance(schema, dict) else {}
+    types = json.dumps([each.get("type") for each in (own, *own.get("anyOf", ()), *own.get("oneOf", ()))])
+    with contextlib.suppress(ValueError, RecursionError):
+        if '"string"' not in types or (text == "null" and '"null"' in types):
+            return json.loads(text)
+    return text

@@ -31,10 +31,8 @@ PREFIXES = "/v1/prefixes"
 KINDS: Any = {"/v1/chat/completions": [Chatted], "/v1/completions": [Prompted], PREFIXES: [Chatted, Prompted]}
 Body = dict[str, Any]
 Events = AsyncIterator[Delta | None]
-BODY, PING = 32 << 20, 10.0
-"""Bytes of a request at most; seconds between comments in a stream, lest it be taken for dead."""
-BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, math.inf)
-"""Bounds of the histogram of first-token times, in seconds."""
+BODY, PING = 32 << 20, 10.0  # bytes of a request at most; seconds between comments in a stream, lest it seem dead
+BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, math.inf)  # of the first-token times, in seconds
 
 
 @dataclass

@@ -119,7 +119,7 @@ class Chatted(Asked):
             first = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
             messages = [{"role": "system", "content": first + told}, *messages]
         given, own = self.chat_template_kwargs, inspect.signature(tokenizer.apply_chat_template).parameters
-        if reserved := given.keys() & own.keys() - {"documents"}:
+        if reserved := given.keys() & {"messages", "self", *own} - {"documents"}:
             raise RequestError(f"chat_template_kwargs.{min(reserved)} is not supported", "chat_template_kwargs")
         final, follows = self.continue_final_message, self.add_generation_prompt
         follows = answer and not final if follows is None else follows

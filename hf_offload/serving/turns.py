@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -18,10 +19,8 @@ from hf_offload.prefix_store import Found, PrefixStore
 from hf_offload.serving.answers import Answer, Delta, Sampler
 from hf_offload.serving.requests import RequestError
 
-FIRST, LEAST, MOST = 256, 64, 1024
-"""Tokens of a new prompt's first chunk, of the shortest and of the longest."""
-TURN = 0.7
-"""Seconds that a chunk is to take: other chats wait for it, and so does the end of one whose client has left."""
+FIRST, LEAST, MOST = 256, 64, 1024  # tokens of a new prompt's first chunk, of the shortest, of the longest
+TURN = 0.7  # seconds that a chunk is to take: other chats wait for it, and so does the end of one whose client left
 Work = Generator[list[Delta], None, None]
 
 
@@ -111,10 +110,9 @@ class Engine:
                 yield []
             found.resume()
             logits = self._logits(found.cache, chat.ids[-left:])
-            try:
+            with contextlib.suppress(GeneratorExit):  # the client has left
                 yield from self._draw(chat, found, logits) if chat.most else ()
-            finally:
-                found.keep([[*chat.ids, *chat.drawn]])
+            found.keep([[*chat.ids, *chat.drawn]])  # after an error the prompt alone is kept
 
     def _draw(self, chat: Chat, found: Found, logits: torch.Tensor) -> Work:
         while True:
@@ -126,7 +124,7 @@ class Engine:
                 break
             found.resume()
             logits = self._logits(found.cache, [token])
-        chat.reason = "tool_calls" if chat.answer.calls else "stop" if ended else "length"
+        chat.reason = ("tool_calls" if chat.answer.calls else "stop") if ended else "length"
         yield chat.answer.end()
 
     def _logits(self, cache: Any, ids: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from letters import letters
-from tiny import tiny_model
+from tiny import SIZES, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_offload import HybridCache, PrefixStore
 from hf_offload.model.hooks import cache_argument
@@ -239,6 +240,7 @@ def test_models_health_and_metrics(client: TestClient) -> None:
         ({"messages": [3]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"padding": "max_length", "max_length": 1 << 40}}, "chat_template_kwargs"),
         ({"logprobs": 0}, "logprobs"),
         ({"n": True}, "n"),
@@ -482,3 +484,25 @@ def test_a_body_of_many_errors_is_refused_at_once(client: TestClient) -> None:
     refused = client.post("/v1/chat/completions", json={"messages": [3] * 500_000})
     assert refused.status_code == 400
     assert client.post("/v1/completions", json={"prompt": "a", "top_k": 10**400}).status_code == 400
+
+
+def test_an_answer_that_memory_ends_is_asked_for_again(tmp_path: Path) -> None:
+    kinds, sizes = ["linear_attention", "full_attention"], {**SIZES, "num_hidden_layers": 2, "vocab_size": 160}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, **linear, layer_types=kinds)  # its caches cannot be cropped
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval()
+    with serve(model, tmp_path) as client:
+        until(lambda: client.get("/health").status_code == 200)
+        whole = client.post("/v1/chat/completions", json=chat("some text")).json()
+
+        def lacks_memory(_: Any, args: Any) -> None:
+            if args[0].shape[1] == 1:
+                raise MemoryError("no memory")
+
+        hook = model.register_forward_pre_hook(lacks_memory)
+        refused = client.post("/v1/chat/completions", json=chat("some text"))
+        hook.remove()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "no memory"
+        again = client.post("/v1/chat/completions", json=chat("some text")).json()
+        assert again["choices"] == whole["choices"]

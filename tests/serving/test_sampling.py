@@ -65,6 +65,12 @@ def test_no_temperature_overflows(temperature: float) -> None:
     assert 0 <= draws({"temperature": temperature, "logit_bias": {"3": 100}}, 1)[0] < 50
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_no_answer(temperature: float) -> None:
+    with pytest.raises(RuntimeError, match="not finite"):
+        made({"temperature": temperature}).draw(torch.full((1, 50), torch.nan))
+
+
 def test_a_bias_of_no_token_is_refused() -> None:
     with pytest.raises(RequestError, match="no token below 50"):
         made({"logit_bias": {"50": 1}})

@@ -144,3 +144,25 @@ def test_a_call_is_what_its_own_form_says() -> None:
     found = parse_call("<function=add>\n<parameter=b>\n    return 1\n\n</parameter>\n</function>", TOOLS)
     assert found is not None
     assert json.loads(found["arguments"]) == {"b": "    return 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "5", "5"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"type": "array", "items": {"type": "string"}}, '["a"]', ["a"]),
+        ({"type": "integer"}, "five", "five"),
+        ({"type": "string"}, "<parameter=x>1</parameter> is quoted", "<parameter=x>1</parameter> is quoted"),
+    ],
+    ids=str,
+)
+def test_a_parameter_is_text_where_its_schema_allows_text(schema: Any, text: str, value: Any) -> None:
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"a": schema, "b": {"type": "integer"}}}}}]
+    call = f"<function=add>\n<parameter=a>\n{text}\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>"
+    found = parse_call(call, tools)
+    assert found is not None
+    assert json.loads(found["arguments"]) == {"a": value, "b": 2}
