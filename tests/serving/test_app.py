@@ -499,7 +499,7 @@ def test_an_answer_that_memory_ends_is_asked_for_again(tmp_path: Path) -> None:
             if args[0].shape[1] == 1:
                 raise MemoryError("no memory")
 
-        hook = model.register_forward_pre_hook(lacks_memory)
+        hook = model.model.layers[1].register_forward_pre_hook(lacks_memory)  # the first has its token
         refused = client.post("/v1/chat/completions", json=chat("some text"))
         hook.remove()
         assert refused.status_code == 503
