@@ -119,7 +119,7 @@ class _Product:
         launch.keep = ()
         self.sequence = LaunchSequence((launch,))
         self.words = launch.word("x")[0]
-        self.places = [launch.word(name)[1] for name in ("x", "weight", "bias", "out")]
+        self.offsets = [launch.word(name)[1] for name in ("x", "weight", "bias", "out")]
 
 
 class _Products(threading.local):
@@ -141,7 +141,7 @@ class _Products(threading.local):
         product = self.known.get((threads, shape))
         if product is None:
             product = self.known[threads, shape] = _Product(x, weight, bias, out, threads)
-        words, (i, j, k, n) = product.words, product.places
+        words, (i, j, k, n) = product.words, product.offsets
         words[i], words[j], words[n] = x.data_ptr(), weight.data_ptr(), out.data_ptr()
         words[k] = 0 if bias is None else bias.data_ptr()
         product.sequence.run()

@@ -294,7 +294,7 @@ class HybridCache(Cache):
         """
         failed: WorkerError | None = None
         if self.graph is not None and not quiet:
-            self.graph.check(settle=True)
+            self.graph.check(wait=True)
         for layer in hybrid_layers(self):
             try:
                 layer.drain()
@@ -321,7 +321,7 @@ class HybridCache(Cache):
     def end(self, finished: bool) -> None:
         """A forward ends (the model's hook calls this); one that raised is undone."""
         transaction = self.transaction
-        if not transaction.mine:  # it never began
+        if not transaction.held_by_this_thread:  # it never began
             if finished:
                 transaction.tear("a forward during which the cache was changed")
             return
@@ -331,7 +331,7 @@ class HybridCache(Cache):
         if finished:
             self._pace.forward(self.get_seq_length() - (transaction.floor or 0))
             transaction.commit()
-        with suppress(RuntimeError):  # told at the next forward: this one has an error of its own to tell
+        with suppress(RuntimeError):  # raised by the next forward; this one raises its own error
             transaction.rollback(interrupted=False)
         transaction.leave()
         if finished and self.after_forward is not None:
@@ -625,7 +625,7 @@ class HybridCache(Cache):
             folder: the folder given to `save`.
             model: a model with the same weights, in the same dtype.
             verify: whether all blocks are compared with their checksums. False: with one memory, a step reads a block
-                when it first needs it, and nobody notices that its keys and values were altered.
+                when it first needs it, and does not notice keys and values that were altered.
             knobs: these knobs of `HybridCache`, in place of the saved ones: `tier`, `resident`, `device_budget`,
                 `prefill_tile`, `cuda_graph`, `threads`, `timeout`, `check_every`, `progress`.
 
@@ -653,10 +653,10 @@ class HybridCache(Cache):
         merged = merge_knobs(saved.about["knobs"], knobs)
         policy = policy.for_memories(two_memories=has_two_memories(model, merged["tier"]))
         made = cls(model, policy, **merged)
-        place = not knobs.keys() & {"resident", "device_budget"}
+        restore_resident = not knobs.keys() & {"resident", "device_budget"}
         segments = saved.restore(
-            made.layers, stock_layers(config), made._attachment.layers, image_layers(config), place=place,
-            verify=verify,
+            made.layers, stock_layers(config), made._attachment.layers, image_layers(config),
+            restore_resident=restore_resident, verify=verify,
         )  # fmt: skip
         made.fallback.taken_over()
         made.donors = dict(saved.about["donors"])

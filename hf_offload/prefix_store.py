@@ -50,7 +50,7 @@ _Key = TypeVar("_Key")
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """A cache in memory. Nobody runs it; `open` forks it.
+    """A cache in memory. `open` forks it for each prompt.
 
     Args:
         namespace: the folder of the caches like it.
@@ -374,8 +374,8 @@ class PrefixStore:
         with self._lock:
             failed, self._failed = self._failed, None
         if failed is not None:
-            told = f"a cache was not saved, and is kept in memory alone: {failed}"
-            warnings.warn(told, RuntimeWarning, stacklevel=3)
+            message = f"a cache was not saved, and is kept in memory alone: {failed}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
         with self._lock:
             self._open += 1
             try:

@@ -35,7 +35,7 @@ def used_blocks(pool: HostPool) -> int:
 def used_bytes(pool: HostPool) -> int:
     """Bytes of the blocks with a reference, each counted once."""
     pool._collect()
-    return sum((slabs.places - len(slabs.free)) * slabs.nbytes for slabs in (pool._plain, pool._packed))
+    return sum((slabs.records - len(slabs.free)) * slabs.nbytes for slabs in (pool._plain, pool._packed))
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

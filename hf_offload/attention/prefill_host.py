@@ -87,7 +87,7 @@ def attend_append(
                 attended(share)
         return out, lse
 
-    store.settle()
+    store.wait()
     if not (past and store.packed_blocks):
         return attend(key, value, past, past, logits, query.dtype)[0]
     total: tuple[torch.Tensor, torch.Tensor] | None = None

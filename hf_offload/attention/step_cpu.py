@@ -98,9 +98,9 @@ class StepBuffers:
 
 def buffers_of(layer: HybridLayer, shape: torch.Size) -> StepBuffers:
     """Return a layer's buffers for queries `[B, Hq, …, D]`."""
-    found: StepBuffers | None = layer.kernels.get(shape)
+    found: StepBuffers | None = layer.step_buffers.get(shape)
     if found is None:
-        found = layer.kernels[shape] = StepBuffers((*shape[:2], shape[-1]))
+        found = layer.step_buffers[shape] = StepBuffers((*shape[:2], shape[-1]))
     return found
 
 
@@ -468,7 +468,7 @@ class CpuStep(Step):
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
-    def room(self) -> Partial:
+    def output_buffers(self) -> Partial:
         """Return the layer's buffers for one more partial of this plan, valid until the next step."""
         self._partials += 1
         return self.buffers.partial(self._partials - 1)
@@ -487,13 +487,13 @@ class CpuStep(Step):
             host: the selection.
             what: its name in error messages.
             scores: as for `cpu.kernels.decode_attention.decode_attention`.
-            to: buffers of the result; None: `room()`.
+            to: buffers of the result; None: `output_buffers()`.
             end: all selected tokens lie before this one; None: the row's end.
 
         Returns:
             The buffers, which the queue fills.
         """
-        to = to or self.room()
+        to = to or self.output_buffers()
         launch = decode_attention(
             self.buffers.query, self.view.blocks, host.items, host.counts, end or self.view.covered, *to,
             **self.scores._asdict(), pairs=host.weights, scores=scores,

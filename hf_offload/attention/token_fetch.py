@@ -37,7 +37,7 @@ class TokenFetch:
         pin = store.pool.pinned and not store.format.packs
         shape = (*number.shape, most, 2, store.head_dim)
         self._host = host_empty(shape, store.format.gather_dtype, pin=pin, brief=True, what="chosen tokens")
-        store.settle()
+        store.wait()
         blocks = (wanted[:, :, :most] // store.block_size).astype(np.int32)
         rows, heads, columns = np.nonzero(valid)
         source = store.pool.addresses(store.table[rows, blocks[valid]], heads)

@@ -117,8 +117,8 @@ class BlockStore:
     @property
     def shared_bytes(self) -> int:
         """Bytes of the blocks that forks share."""
-        ids, mine = np.unique(self.table[:, : self.reserved], return_counts=True)
-        return self.pool.bytes_of(ids[self.pool.refcount[ids] > mine])
+        ids, own_counts = np.unique(self.table[:, : self.reserved], return_counts=True)
+        return self.pool.bytes_of(ids[self.pool.refcount[ids] > own_counts])
 
     @property
     def digest_bytes(self) -> int:
@@ -170,7 +170,7 @@ class BlockStore:
         assert self.event is not None
         self.event.record(torch.cuda.current_stream(self.device))
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the stream's writes into blocks are done; call it before the host reads blocks."""
         if self.event is not None:
             self.event.synchronize()
@@ -261,7 +261,7 @@ class BlockStore:
     def pack_old(self, length: int) -> None:
         """Pack the full blocks that are old at a length of `length` tokens; nothing may be reading them."""
         if self.has_old(length):
-            self.settle()
+            self.wait()
             pack_blocks(self, self._old(length))
 
     def packed_so_far(self) -> tuple[int, int]:
@@ -303,7 +303,7 @@ class BlockStore:
             k, v: `[B, Hkv, count, D]` of `format.gather_dtype`, written.
             first: number of the first token.
         """
-        self.settle()
+        self.wait()
         if self.format.packs:
             return gathering_packed(self, k, v, first)
         return movers.gather_tokens(k, v, self.pool.block_ptr, self.table, first, self.block_size)
@@ -359,7 +359,7 @@ class BlockStore:
     def __del__(self) -> None:
         pool = getattr(self, "pool", None)
         if pool is not None and pool.shared and not sys.is_finalizing():  # an unshared pool is freed with the store
-            self.settle()
+            self.wait()
             pool.leave(self.table[:, : self.reserved])
 
 
@@ -377,10 +377,10 @@ def pack_tokens(store: BlockStore, k: torch.Tensor, v: torch.Tensor, blocks: ran
 
 def pack_blocks(store: BlockStore, stop: int) -> None:
     """Pack the unpacked logical blocks before `stop`; nothing may be reading them."""
-    ids, mine = np.unique(store.table[:, store.packed_blocks : stop], return_counts=True)
+    ids, own_counts = np.unique(store.table[:, store.packed_blocks : stop], return_counts=True)
     plain = store.pool.block_ptr[ids] & 1 == 0
-    ids, mine = ids[plain], mine[plain]
-    others = store.pool.refcount[ids] > mine  # other holders may be reading these: they are copied, not moved
+    ids, own_counts = ids[plain], own_counts[plain]
+    others = store.pool.refcount[ids] > own_counts  # other holders may be reading these: they are copied, not moved
     heads, step = np.arange(store.num_kv_heads), store.head_dim * store.dtype.itemsize
 
     def pack(old: np.ndarray, new: np.ndarray) -> None:
@@ -425,10 +425,10 @@ def gathering_packed(store: BlockStore, k: torch.Tensor, v: torch.Tensor, first:
     begins = np.maximum(blocks * size, first)  # the first wanted token of each block
     ends = np.minimum((blocks + 1) * size, first + count)
     line = store.format.gather_dtype.itemsize * store.head_dim
-    places = line * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
+    offsets = line * ((rows * store.num_kv_heads + heads) * count + (begins - first)[block])
     return store.format.unpack(
         store.pool.addresses(store.table[rows, blocks[block]], heads), (begins % size).astype(np.int32)[block],
-        (ends - begins).astype(np.int32)[block], k.data_ptr() + places, v.data_ptr() + places, keep=(k, v),
+        (ends - begins).astype(np.int32)[block], k.data_ptr() + offsets, v.data_ptr() + offsets, keep=(k, v),
     )  # fmt: skip
 
 
@@ -437,7 +437,7 @@ def share_blocks(store: BlockStore, other: BlockStore) -> None:
 
     Digests are shared, too.
     """
-    other.settle()
+    other.wait()
     store.pool, store.sealed = other.pool, other.sealed
     store.digests = None if other.digests is None else other.digests.fork()
     store.reserve_digests()
@@ -454,7 +454,7 @@ def own_block(store: BlockStore, block: int) -> None:
     ids, pool = store.table[:, block], store.pool
     if (pool.refcount[ids] == 1).all():
         return
-    store.settle()
+    store.wait()
     for row in range(store.batch):
         old = ids[row]
         if pool.refcount[old] == 1:

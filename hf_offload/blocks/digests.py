@@ -172,8 +172,8 @@ class DigestStore(ABC):
         index = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         with self.lock:
             for name, kept in self.blocks.tensors.items():
-                mine = kept[index] if name in self.of_all_heads else kept[index, head : head + 1]
-                part.blocks.tensors[name] = mine.to(device)
+                values = kept[index] if name in self.of_all_heads else kept[index, head : head + 1]
+                part.blocks.tensors[name] = values.to(device)
         for name in self.statistics:
             setattr(part, name, getattr(self, name)[row : row + 1, head : head + 1].to(device))
         part.frozen, part.blocks.capacity = self.frozen, len(ids)

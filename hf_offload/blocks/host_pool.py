@@ -21,7 +21,7 @@ def growth(blocks: int, free: int, count: int) -> int:
 
 
 class _Slabs:
-    """An allocator of equal places in slabs; slabs never move or grow, the allocator adds more."""
+    """An allocator of equal records in slabs; slabs never move or grow, the allocator adds more."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> None:
         self.shape, self.dtype, self.pin = shape, dtype, pin
@@ -29,20 +29,20 @@ class _Slabs:
         """Whether all slabs are page-locked; the system may refuse to lock pages."""
         self.tensors: list[torch.Tensor] = []
         self.nbytes = math.prod(shape) * dtype.itemsize
-        """Bytes of one place."""
-        self.places = 0
+        """Bytes of one record."""
+        self.records = 0
         self.free: list[int] = []
 
     def adopt(self, slab: torch.Tensor) -> np.ndarray:
-        """Add a slab whose places are all in use; return their addresses, int64."""
+        """Add a slab whose records are all in use; return their addresses, int64."""
         self.pinned = self.pinned and slab.is_pinned()
         self.tensors.append(slab)
-        self.places += len(slab)
+        self.records += len(slab)
         return slab.data_ptr() + np.arange(len(slab), dtype=np.int64) * self.nbytes
 
     def take(self, count: int) -> np.ndarray:
-        """Take free places; return their addresses, int64 `[count]`, ascending in new slabs."""
-        if more := growth(self.places, len(self.free), count):
+        """Take free records; return their addresses, int64 `[count]`, ascending in new slabs."""
+        if more := growth(self.records, len(self.free), count):
             with torch.inference_mode(False):
                 slab = host_empty((more, *self.shape), self.dtype, pin=self.pin)
             self.free.extend(self.adopt(slab)[::-1].tolist())
@@ -168,11 +168,11 @@ class HostPool:
         return (len(ids) - packed) * self._plain.nbytes + packed * self._packed.nbytes
 
     def repack(self, ids: np.ndarray, pack: Callable[[np.ndarray, np.ndarray], None]) -> None:
-        """Move blocks to packed places; on failure nothing has changed.
+        """Move blocks to packed records; on failure nothing has changed.
 
         Args:
             ids: physical blocks that are not packed.
-            pack: called with the old addresses and those of the packed places (int64) to write the records.
+            pack: called with the old addresses and those of the packed records (int64) to write the records.
         """
         with self.lock:
             old, new = self.block_ptr[ids], self._packed.take(len(ids))
@@ -190,7 +190,7 @@ class HostPool:
                 self._kept.append((ids, old))
 
     def keep(self) -> int:
-        """Keep the old places of blocks that `repack` packs from now on; return the number of such calls so far."""
+        """Keep the old records of blocks that `repack` packs from now on; return the number of such calls so far."""
         with self.lock:
             if self._kept is None:
                 self._kept = []
@@ -200,17 +200,17 @@ class HostPool:
         """Undo every `repack` since `keep` except the first `repacks`."""
         with self.lock:
             while self._kept is not None and len(self._kept) > repacks:
-                ids, places = self._kept.pop()
+                ids, records = self._kept.pop()
                 self._packed.free.extend((self.block_ptr[ids] - 1)[::-1].tolist())
-                self.block_ptr[ids] = places
+                self.block_ptr[ids] = records
                 self.revision += 1
 
     def let_go(self) -> None:
-        """Free the places that `keep` kept."""
+        """Free the records that `keep` kept."""
         with self.lock:
             kept, self._kept = self._kept, None
-            for _, places in kept or ():
-                self._plain.free.extend(places[::-1].tolist())
+            for _, records in kept or ():
+                self._plain.free.extend(records[::-1].tolist())
 
     def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Addresses, int64, of the records of blocks `ids`, KV heads `heads`; packed ones marked as in `block_ptr`."""

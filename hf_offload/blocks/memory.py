@@ -79,8 +79,8 @@ def is_shortage(error: BaseException) -> bool:
     """Whether an error of Python, the system or torch means that the host is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    told = ("DefaultCPUAllocator", "Cannot allocate memory")  # torch's allocator, torch's file mapping
-    return isinstance(error, MemoryError) or any(words in str(error) for words in told)
+    messages = ("DefaultCPUAllocator", "Cannot allocate memory")  # torch's allocator, torch's file mapping
+    return isinstance(error, MemoryError) or any(words in str(error) for words in messages)
 
 
 def host_empty(

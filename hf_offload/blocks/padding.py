@@ -102,9 +102,9 @@ class Padding:
         return self.seen if same else 0
 
     def _same_on_host(self, mask: torch.Tensor) -> bool:
-        told = mask.detach()
-        told = told.view(torch.uint8) if told.dtype == torch.bool else told.to(torch.uint8)
-        return np.array_equal(told[:, : self.seen].numpy(), self.valid[:, : self.seen])
+        given = mask.detach()
+        given = given.view(torch.uint8) if given.dtype == torch.bool else given.to(torch.uint8)
+        return np.array_equal(given[:, : self.seen].numpy(), self.valid[:, : self.seen])
 
     def _same_on_device(self, mask: torch.Tensor, total: int, before: tuple[int, torch.Tensor] | None) -> bool:
         """Compare a long mask on its device, which is faster than copying it to the host."""

@@ -115,9 +115,9 @@ def _check(layers: list[Any], theirs: list[Any], modules: Sequence[nn.Module], c
                 f"layer {index} of the cache is a {type(old).__name__}, but {kind} in this model; take over a "
                 "DynamicCache of this model"
             )
-        window, mine = (getattr(x, "sliding_window", None) for x in (old, layer))
-        if type(old) is type(layer) and window != mine:
-            raise ValueError(f"layer {index} of the cache has a window of {window} tokens, the model's has {mine}")
+        window, wanted = (getattr(x, "sliding_window", None) for x in (old, layer))
+        if type(old) is type(layer) and window != wanted:
+            raise ValueError(f"layer {index} of the cache has a window of {window} tokens, the model's has {wanted}")
         if not isinstance(layer, HybridLayer):
             continue
         if not _holds(old):
@@ -173,10 +173,10 @@ def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: 
     """
     copied.copy_from(padding.valid[:, : padding.seen], dense=padding.dense)
     hybrid = [layer for layer in source if isinstance(layer, HybridLayer)]
-    room = any(layer.settings.residence is not None for layer in hybrid) and Residence.admits(hybrid)
+    fits = any(layer.settings.residence is not None for layer in hybrid) and Residence.admits(hybrid)
     for index, layer in enumerate(source):
         if isinstance(layer, HybridLayer):
-            _fork(layer, target[index], whole=room or layer.is_least)
+            _fork(layer, target[index], whole=fits or layer.is_least)
         else:
             target[index] = copy_layer(layer)
 

@@ -83,7 +83,7 @@ class HybridLayer(CacheLayerMixin):
         self.changed = False
         """Whether the attention function got other K and V than the pending ones."""
         self.state = LayerState()
-        self.kernels: dict[Any, Any] = {}
+        self.step_buffers: dict[Any, Any] = {}
         """The buffers of steps (`attention.step_cpu.StepBuffers`)."""
         self.steps: dict[bool, Any] = {}
         """Planned steps with one memory (`attention.step_cpu.CpuStep`): by True for the layer itself, which writes its
@@ -340,7 +340,7 @@ class HybridLayer(CacheLayerMixin):
         if getattr(self, "resident", None) is not None:
             self.resident.synchronize()  # type: ignore[union-attr]
         if hasattr(self, "state"):
-            self.state.settle()
+            self.state.wait()
 
     def count(self, name: str, value: torch.Tensor | float) -> None:
         """Record a tensor or a number for the statistics (`Tally.add`)."""
@@ -494,7 +494,7 @@ class HybridLayer(CacheLayerMixin):
         self.state.select_rows(self, torch.from_numpy(rows))
         if self.last_queries is not None:
             self.last_queries = self.last_queries.select_rows(torch.from_numpy(rows))
-        self.kernels.clear()
+        self.step_buffers.clear()
         self.steps.clear()
         self._device_view = None
 

@@ -98,8 +98,8 @@ class DeviceBudget:
         block = lines * store.pool.record_bytes
         digests = 0
         if store.digests is not None and not store.scored_on_host:
-            places = digest_places(store.batch * -(-tokens // store.block_size), store.batch)  # prompt, next token
-            digests = places * store.digests.block_bytes
+            capacity = digest_capacity(store.batch * -(-tokens // store.block_size), store.batch)  # prompt, next token
+            digests = capacity * store.digests.block_bytes
         slots = (self.nbytes // self.layers - digests) // block
         if slots < self.least:
             needed = self.layers * (self.least * block + digests)
@@ -112,13 +112,13 @@ class DeviceBudget:
         return min(slots, self.most)
 
 
-def digest_places(*counts: int) -> int:
-    """The places of a store of digests that has grown by these numbers of blocks, one after the other."""
-    places = used = 0
+def digest_capacity(*counts: int) -> int:
+    """The capacity in blocks of a store of digests that has grown by these numbers of blocks, one after the other."""
+    capacity = used = 0
     for count in counts:
-        places += growth(places, places - used, count)
+        capacity += growth(capacity, capacity - used, count)
         used += count
-    return places
+    return capacity
 
 
 def check_slots(slots: int, block_size: int, what: str) -> None:

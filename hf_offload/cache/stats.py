@@ -167,9 +167,9 @@ class Tally:
         """Add all collected tensors to the counters."""
         if self.ledger is not None:
             self.ledger.count()
-        self.settle()
+        self.flush()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """`count` without the ledger."""
         pending, self._pending = self._pending, {}
         sums: dict[str, list[float]] = {}
@@ -222,7 +222,7 @@ class Ledger:
         for (reference, name), numbers in zip(self._columns, torch.stack(rows).T.tolist(), strict=True):
             tally = reference()
             if tally is not None:
-                tally.settle()
+                tally.flush()
                 tally.take({name: numbers})
 
 
@@ -290,18 +290,18 @@ class Stats:
 
     def __str__(self) -> str:
         whole = self.as_dict()
-        told = [f"{whole['steps']:,} decode steps"]
+        parts = [f"{whole['steps']:,} decode steps"]
         if whole["attended_tokens"] is not None:
-            told.append(
+            parts.append(
                 f"{whole['attended_tokens']:,.0f} tokens attended ({whole['attended_share']:.1%} of the context)"
             )
         for key, name in (("host", "in host memory"), ("resident", "resident"), ("digest", "digests")):
             if whole[f"{key}_bytes"]:
-                told.append(f"{whole[f'{key}_bytes'] / 2**20:,.1f} MiB {name}")
+                parts.append(f"{whole[f'{key}_bytes'] / 2**20:,.1f} MiB {name}")
         for key, name in (("missed_mass", "missed mass"), ("output_error", "output error")):
             if whole[key] is not None:
-                told.append(f"{name} {whole[key]:.2g}")
-        return f"HybridCache: {'; '.join([*told, *_times(whole)])}. By layer: stats().table()"
+                parts.append(f"{name} {whole[key]:.2g}")
+        return f"HybridCache: {'; '.join([*parts, *_times(whole)])}. By layer: stats().table()"
 
     def table(self) -> str:
         """Return a table with a row for each layer; columns in which nothing was counted are left out."""
@@ -330,14 +330,14 @@ class Stats:
 
 def _times(whole: dict[str, Any]) -> list[str]:
     """Times of the whole cache in words."""
-    told = []
+    parts = []
     if whole["time_between_tokens"]:
         times = ", ".join(f"{name} {1000 * value:.1f}" for name, value in whole["time_between_tokens"].items())
-        told.append(f"ms between tokens: {times}")
+        parts.append(f"ms between tokens: {times}")
     for what, count in (("eviction", whole["evictions"]), ("reevaluation", whole["reevaluations"])):
         if count:
-            told.append(f"{count} {what}s of {1000 * whole[f'{what}_seconds'] / count:.2f} ms")
-    return told
+            parts.append(f"{count} {what}s of {1000 * whole[f'{what}_seconds'] / count:.2f} ms")
+    return parts
 
 
 def _cell(key: str, value: Any) -> str:
@@ -354,12 +354,14 @@ def _cell(key: str, value: Any) -> str:
 
 def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
     """Join the retrievals of several layers: sums of bytes and seconds, means of shares."""
-    told = [layer for layer in layers if layer]
-    if not told:
+    reported = [layer for layer in layers if layer]
+    if not reported:
         return {}
     found: dict[str, Any] = {}
-    for key in dict.fromkeys(key for layer in told for key in layer):
-        known = [layer[key] for layer in told if key in layer]  # a model on several devices shares tasks in some layers
+    for key in dict.fromkeys(key for layer in reported for key in layer):
+        known = [
+            layer[key] for layer in reported if key in layer
+        ]  # a model on several devices shares tasks in some layers
         if isinstance(known[0], dict):
             found[key] = {tokens: sum(each[tokens] for each in known) / len(known) for tokens in known[0]}
         else:

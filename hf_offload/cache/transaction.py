@@ -52,7 +52,7 @@ class Transaction:
     # --- one thread --------------------------------------------------------------------------------------------------
 
     @property
-    def mine(self) -> bool:
+    def held_by_this_thread(self) -> bool:
         """Whether this thread holds the cache."""
         return self._thread() == threading.get_ident()
 
@@ -179,14 +179,14 @@ class Transaction:
 
     def _halt(self, layers: list[HybridLayer]) -> None:
         """Wait for all work in flight, known or not, and drop the resident sets."""
-        self._settings.worker.settle()
+        self._settings.worker.wait_for_all()
         for mirror in self._settings.mirrors.values():
             if mirror.stream is not None:
                 mirror.stream.synchronize()
         for layer in layers:
             if layer.is_initialized:
                 layer.unplace()
-                layer.kernels.clear()
+                layer.step_buffers.clear()
 
     def _derive(self, layers: list[HybridLayer]) -> None:
         """Recompute everything derived from the tokens, which may be half updated."""
@@ -221,8 +221,8 @@ class Transaction:
                 if count:
                     self.tear(f"crop({tokens})")
                 raise
-        for layer, mine in zip(layers, removed, strict=True):
-            layer.go_back(layer.past + mine)
+        for layer, count in zip(layers, removed, strict=True):
+            layer.go_back(layer.past + count)
         self.floor = None
 
 

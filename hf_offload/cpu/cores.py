@@ -21,8 +21,8 @@ def cores() -> int:
         ValueError: `LOCAL_WORLD_SIZE` is not a number of processes.
     """
     own = _allowed(0)
-    told = os.environ.get(LOCAL_RANKS) or "1"
-    ranks: Any = int(told) if told.isdecimal() and len(told) < 10 else told
+    value = os.environ.get(LOCAL_RANKS) or "1"
+    ranks: Any = int(value) if value.isdecimal() and len(value) < 10 else value
     check_count(LOCAL_RANKS, ranks, what="a number of processes", hint=", or unset it where no launcher is")
     if ranks == 1:
         return own

@@ -127,7 +127,7 @@ class Doorbell:
             raise ValueError("a doorbell needs at least one item")
         crew = _Crew(items, self.threads, self._control.copy())
         if self._crew is not None:
-            self._crew.settle(self.timeout)
+            self._crew.wait(self.timeout)
             self.stop()
         self._crew, self._control = crew, crew.control
         self._finalizer = weakref.finalize(self, crew.end, self.timeout)
@@ -216,7 +216,7 @@ class _Crew:
                     raise
                 break  # the threads that did start serve all items
 
-    def settle(self, timeout: float) -> None:
+    def wait(self, timeout: float) -> None:
         """Wait until all announced work is done."""
         if self._pid != os.getpid():
             return

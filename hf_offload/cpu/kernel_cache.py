@@ -22,7 +22,7 @@ from numba.core import types
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
-from .room import have_room
+from .free_memory import check_free
 
 LOAD_BYTES, COMPILE_BYTES = 64 << 20, 256 << 20
 """Free memory required before a kernel is loaded or compiled, more than that takes: LLVM aborts when it runs out."""
@@ -67,11 +67,11 @@ class KernelCache(FunctionCache):
         Raises:
             MemoryError: too little memory is left to load the code, or to compile it if it is not cached.
         """
-        have_room(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
+        check_free(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
         target_context.refresh()
         found = None if self._folder is None else _read(self._folder / self._name_of(sig, target_context.codegen()))
         if found is None:
-            have_room(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
+            check_free(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
             return None
         return self._impl.rebuild(target_context, found)
 

@@ -108,7 +108,7 @@ class Launch:
     @property
     def address(self) -> tuple[int, int]:
         """Addresses of a C function of one pointer and of its argument; a call runs one participant's share."""
-        return self.bound.entry, self.bound.place
+        return self.bound.entry, self.bound.argument
 
     @property
     def shared(self) -> bool:
@@ -197,7 +197,7 @@ class LaunchSequence:
             self.launches[undone].check()
 
 
-_ENTRY, _PLACE, _TICKET, _TASKS, _SHARED, _COUNTERS, _COUNT, _DEALT = range(8)
+_ENTRY, _ARGUMENT, _TICKET, _TASKS, _SHARED, _COUNTERS, _COUNT, _DEALT = range(8)
 _WIDTH = 8
 _ALL_DONE = -1
 
@@ -208,13 +208,13 @@ class _Bound:
 
     Args:
         entry: address of the C function that calls the kernel.
-        place: address of that function's argument: the kernel's address, then its arguments.
-        words: int64, the memory at `place`.
+        argument: address of that function's argument: the kernel's address, then its arguments.
+        words: int64, the memory at `argument`.
         offsets: indices into `words` of ticket, tasks and the other arguments.
     """
 
     entry: int
-    place: int
+    argument: int
     words: memoryview
     offsets: tuple[int, ...]
 
@@ -256,7 +256,7 @@ _BORROWING: Any = _OPTIONS | {"_nrt": False}
 
 
 def borrowing(function: Function, *, inline: bool = False) -> Function:
-    """Compile as `jit` does a function that allocates nothing: nobody counts the references to its arrays.
+    """Compile as `jit` does a function that allocates nothing: references to its arrays are not counted.
 
     A count is an atomic operation or a call, for each array of each NamedTuple that a function hands on.
 
@@ -285,8 +285,8 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @jit_for_python
-def _call(entry: int, place: int) -> None:
-    call_entry(entry, place)
+def _call(entry: int, argument: int) -> None:
+    call_entry(entry, argument)
 
 
 @jit
@@ -299,17 +299,17 @@ def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
     """Run `count` launches; return the index of the first that left tasks undone, or `_ALL_DONE`."""
     for i in range(count):
         row = rows + 8 * _WIDTH * i
-        entry, place, ticket = _number(row, _ENTRY), _number(row, _PLACE), _number(row, _TICKET)
+        entry, argument, ticket = _number(row, _ENTRY), _number(row, _ARGUMENT), _number(row, _TICKET)
         for n in range(_number(row, _COUNT)):
             put_word(_number(row, _COUNTERS) + 8 * n, 0)
         put_word(ticket, 0)
         put_word(ticket + 8, 0)
         if runtime != 0 and _number(row, _SHARED) != 0:
             put_word(ticket + 16, threads)
-            call_team(runtime, entry, place, threads)
+            call_team(runtime, entry, argument, threads)
         else:
             put_word(ticket + 16, 1)
-            call_entry(entry, place)
+            call_entry(entry, argument)
         if _number(ticket, 1) != (_number(ticket, 0) if _number(row, _DEALT) != 0 else _number(row, _TASKS)):
             return i
     return _ALL_DONE
@@ -345,8 +345,8 @@ def _offsets_of(context: Any, args: Any) -> tuple[int, ...]:
 
 
 @lowered
-def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
-    """Write `target` (a compiled function's address) and `args` to `place`; return the `ENTRY` that makes the call."""
+def _emit_entry(typing: Any, target: Any, args: Any, argument: Any) -> Any:
+    """Write `target` (a function's address) and `args` to `argument`; return the `ENTRY` that makes the call."""
 
     def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
         kind, convention = _stored(context, args), context.call_conv
@@ -368,8 +368,8 @@ def _emit_entry(typing: Any, target: Any, args: Any, place: Any) -> Any:
 
 
 @jit_for_python
-def _enter(target: int, args: Any, place: int) -> int:
-    return int(_emit_entry(target, args, place))
+def _enter(target: int, args: Any, argument: int) -> int:
+    return int(_emit_entry(target, args, argument))
 
 
 _layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}

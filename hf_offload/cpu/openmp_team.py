@@ -57,18 +57,18 @@ def team() -> tuple[int, int]:
 
 
 @lowered_as(types.void(types.int64, types.int64))
-def call_entry(builder: Any, entry: Any, place: Any) -> None:
-    """Call the `ENTRY` at an address with the pointer `place`."""
+def call_entry(builder: Any, entry: Any, argument: Any) -> None:
+    """Call the `ENTRY` at an address with the pointer `argument`."""
     function = builder.inttoptr(entry, ENTRY.as_pointer())
-    builder.call(function, [builder.inttoptr(place, POINTER)])
+    builder.call(function, [builder.inttoptr(argument, POINTER)])
 
 
 @lowered_as(types.void(types.int64, types.int64, types.int64, types.int64))
-def call_team(builder: Any, runtime: Any, entry: Any, place: Any, threads: Any) -> None:
+def call_team(builder: Any, runtime: Any, entry: Any, argument: Any, threads: Any) -> None:
     """Call an `ENTRY` on all threads of a team; return when all calls have returned."""
     word = ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [ENTRY.as_pointer(), POINTER, word, word])
     function = builder.inttoptr(entry, ENTRY.as_pointer())
-    place, threads = builder.inttoptr(place, POINTER), builder.trunc(threads, word)
+    argument, threads = builder.inttoptr(argument, POINTER), builder.trunc(threads, word)
     parallel = builder.inttoptr(runtime, kind.as_pointer())
-    builder.call(parallel, [function, place, threads, ir.Constant(word, 0)])
+    builder.call(parallel, [function, argument, threads, ir.Constant(word, 0)])

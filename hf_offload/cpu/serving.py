@@ -24,7 +24,7 @@ from .openmp_team import call_entry
 
 # A row of `items` int64 [n, WIDTH]: addresses of the flags, the launch's entry and argument, the counters to clear, the
 # flag of earlier work. The state, which threads write, lies on cache lines of its own.
-READY, DONE, STATUS, ENTRY, PLACE, TASKS, COUNTERS, COUNT, AFTER = range(9)
+READY, DONE, STATUS, ENTRY, ARGUMENT, TASKS, COUNTERS, COUNT, AFTER = range(9)
 STATE, FAILED, FAILED_IN, UNDONE = range(16, 20)
 WIDTH = 32
 TICKET_WIDTH = 16  # a row of `tickets` int64 [n, TICKET_WIDTH] begins with a `Launch.ticket`
@@ -155,7 +155,7 @@ def serve(items: Array, tickets: Array, control: Array, position: Array) -> None
         if outcome == _STOPPED:
             return
         if outcome == _ENTERED:
-            call_entry(items[position[ITEM], ENTRY], items[position[ITEM], PLACE])
+            call_entry(items[position[ITEM], ENTRY], items[position[ITEM], ARGUMENT])
             _leave(items, tickets, position[ITEM], position[EPOCH])
         _walk(tickets, position)
 

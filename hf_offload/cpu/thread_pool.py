@@ -115,25 +115,25 @@ class Job:
         if self._gate.acquire(timeout=seconds):
             self._gate.release()  # for other waiters
 
-    def _withdraw(self, told: str, *, alone: bool = False) -> WorkerError:
+    def _withdraw(self, message: str, *, alone: bool = False) -> WorkerError:
         """Withdraw the job unless a thread is running it; return the error to raise.
 
         Args:
-            told: the error's text.
+            message: the error's text.
             alone: whether no thread can be running it.
         """
         with nullcontext() if alone else self._lock:  # in a forked child the lock may stay held
             self._waiting = False
             if not self._ended and (alone or not self._running):
-                self._raised, self._ended = WorkerError(told), True
-        return WorkerError(told)
+                self._raised, self._ended = WorkerError(message), True
+        return WorkerError(message)
 
 
 WORTH_BYTES = 1 << 16
 """Launches that read fewer bytes are done before a sleeping helper has woken."""
 
 # Entries of a row of `calls` int64 [callers, WIDTH].
-STATE, ENTRY, PLACE, NANOSECONDS = range(4)
+STATE, ENTRY, ARGUMENT, NANOSECONDS = range(4)
 WIDTH = 16
 _INVITED = 1 << 32  # one invitation in a state
 _INSIDE = _INVITED - 1
@@ -156,7 +156,7 @@ def _ring(control: Array, threads: int) -> None:
 @jit
 def _take_part(calls: Array, call: int) -> None:
     began = now()
-    call_entry(calls[call, ENTRY], calls[call, PLACE])
+    call_entry(calls[call, ENTRY], calls[call, ARGUMENT])
     add_to(calls, call * WIDTH + NANOSECONDS, now() - began)
 
 
@@ -183,9 +183,9 @@ def dismiss(calls: Array, call: int) -> None:
 
 
 @jit_for_python
-def lead(calls: Array, control: Array, call: int, entry: int, place: int, helpers: int) -> int:
+def lead(calls: Array, control: Array, call: int, entry: int, argument: int, helpers: int) -> int:
     """Run a launch (`Launch.address`) with up to `helpers` helpers; return the nanoseconds of all threads together."""
-    calls[call, ENTRY], calls[call, PLACE], calls[call, NANOSECONDS] = entry, place, 0
+    calls[call, ENTRY], calls[call, ARGUMENT], calls[call, NANOSECONDS] = entry, argument, 0
     swap_if(calls, call * WIDTH + STATE, 0, helpers * _INVITED)
     count_up(control, BELL)
     _ring(control, min(helpers, _BRANCHES))
@@ -429,7 +429,7 @@ class Worker:
         """
         return self._helpers.divide(launch)
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all submitted jobs have ended, also those whose `Job` is lost.
 
         Raises:

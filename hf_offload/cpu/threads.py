@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .room import have_room
+from .free_memory import check_free
 
 _HEAP = 136 << 20
 """Address space of a thread's own malloc arena. A thread without one maps a page for each small allocation, and C++
@@ -53,7 +53,7 @@ def start(run: Callable[..., Any], args: tuple[Any, ...], what: str) -> Thread:
     Raises:
         MemoryError: the system gives no thread, or the thread died before it began or did not begin in 30 seconds.
     """
-    have_room(_HEAP, f"a thread for {what}")
+    check_free(_HEAP, f"a thread for {what}")
     thread = Thread()
     thread._pid = os.getpid()
     body = functools.partial(_live, thread, run, args)

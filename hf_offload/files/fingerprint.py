@@ -43,8 +43,8 @@ def likeness(config: Any, stack: nn.Module) -> dict[str, Any]:
 
 def _config(config: Any) -> dict[str, Any]:
     known = {key: value for key, value in config.to_dict().items() if key[0] != "_" and key not in _IRRELEVANT}
-    told: dict[str, Any] = json.loads(json.dumps(known, default=str))
-    return told
+    plain: dict[str, Any] = json.loads(json.dumps(known, default=str))
+    return plain
 
 
 def _weights(stack: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,8 +80,8 @@ def _adapter_state(module: Any) -> str:
         return f"{', '.join(module.merged_adapters)} merged"
     ranks, scaling = getattr(module, "r", {}), getattr(module, "scaling", {})
     active = [] if module.disable_adapters else [name for name in module.active_adapters if name in (ranks or [name])]
-    told = [f"{name} (rank {ranks.get(name)}, scaling {scaling.get(name)})" for name in active]
-    return ", ".join(told) or "none active"
+    names = [f"{name} (rank {ranks.get(name)}, scaling {scaling.get(name)})" for name in active]
+    return ", ".join(names) or "none active"
 
 
 def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
@@ -90,8 +90,10 @@ def _spaced(weight: torch.Tensor, most: int) -> torch.Tensor | None:
         return None
     local = getattr(weight, "to_local", None)
     weight = (weight if local is None else local()).detach()
-    places = torch.linspace(0, max(weight.numel() - 1, 0), min(most, weight.numel()), dtype=torch.float64, device="cpu")
-    return weight.reshape(-1)[places.long().to(weight.device)].cpu()
+    positions = torch.linspace(
+        0, max(weight.numel() - 1, 0), min(most, weight.numel()), dtype=torch.float64, device="cpu"
+    )
+    return weight.reshape(-1)[positions.long().to(weight.device)].cpu()
 
 
 def _sample(weight: torch.Tensor) -> int | None:
@@ -99,8 +101,8 @@ def _sample(weight: torch.Tensor) -> int | None:
     values = _spaced(weight, SAMPLES)
     if values is None:
         return None
-    told = f"{tuple(weight.shape)} {weight.dtype}".encode()
-    return zlib.crc32(told + values.view(torch.uint8).numpy().tobytes())
+    header = f"{tuple(weight.shape)} {weight.dtype}".encode()
+    return zlib.crc32(header + values.view(torch.uint8).numpy().tobytes())
 
 
 def _values(weight: torch.Tensor) -> list[Any]:

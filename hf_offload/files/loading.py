@@ -74,12 +74,12 @@ class SavedCache:
         with self.sound():
             self._tensors = load(data)
             length = int.from_bytes(data[:8], "little")
-            told = json.loads(data[8 : 8 + length])["__metadata__"]
-            if "checksum" in told and told["checksum"] != checksum_of(told["about"], self._tensors):
+            metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+            if "checksum" in metadata and metadata["checksum"] != checksum_of(metadata["about"], self._tensors):
                 raise self._altered(CACHE)
-            self.about: dict[str, Any] = json.loads(told["about"])
+            self.about: dict[str, Any] = json.loads(metadata["about"])
             saved_format = self.about["format"]
-            if saved_format == FORMAT and "checksum" not in told:
+            if saved_format == FORMAT and "checksum" not in metadata:
                 raise self._altered(CACHE)
         if saved_format != FORMAT:
             raise ValueError(
@@ -136,17 +136,17 @@ class SavedCache:
         modules: Sequence[nn.Module],
         images: Container[int],
         *,
-        place: bool,
+        restore_resident: bool,
         verify: bool,
     ) -> list[Segment]:
         """Fill the empty layers of a new cache.
 
         Args:
             layers: the cache's layers; those that were saved as stock layers are replaced.
-            stock: Transformers' own layers in their place, empty.
+            stock: Transformers' own layers in their stead, empty.
             modules: the model's decoder layers.
             images: indices of the layers that hold an image's tokens.
-            place: whether to restore the resident sets.
+            restore_resident: whether to restore the resident sets.
             verify: whether to compare the segments with their checksums.
 
         Returns:
@@ -165,47 +165,57 @@ class SavedCache:
             break  # all layers have the same
         blocks: list[Blocks] = [{} for _ in mapped]
         sealed = True
-        for index, (layer, told) in enumerate(zip(layers, self.about["layers"], strict=True)):
+        for index, (layer, described) in enumerate(zip(layers, self.about["layers"], strict=True)):
             device, prefix = device_of(modules[index]), f"layers.{index}."
             tensors = _of_layer(self._tensors, prefix)
-            if not place:
+            if not restore_resident:
                 tensors = {name: part for name, part in tensors.items() if name not in RESIDENT}
-            kind = told.get("stock", HybridLayer.__name__)
+            kind = described.get("stock", HybridLayer.__name__)
             if kind not in (type(layer).__name__, type(stock[index]).__name__):
                 raise ValueError(
                     f"layer {index} of {self.folder} is a {shown(kind)}, in this model a {type(layer).__name__}"
                 )
-            if "stock" in told:
+            if "stock" in described:
                 with self.sound():
-                    found = layers[index] = unpack(stock[index], told["state"], tensors, device)
+                    found = layers[index] = unpack(stock[index], described["state"], tensors, device)
                     (rows, tokens), image = self._tensors["padding"].shape, index in images
                     check(prefix[:-1], found, stock[index], rows, None if image else tokens or None)
-            elif told:
+            elif described:
                 settings, parts = layer.settings, [_of_layer(each, prefix) for each in mapped]
                 with self.sound():
-                    check_layer(prefix, told, settings)
+                    check_layer(prefix, described, settings)
                 for name, part in zip(self.about["segments"], parts, strict=True):
                     with self.sound(name):
-                        check_tensors(prefix, part, segment_fields(told, part, settings))
+                        check_tensors(prefix, part, segment_fields(described, part, settings))
                 counts = [sum(len(part[kind]) for kind in KINDS if kind in part) for part in parts]
                 with self.sound():
-                    query_heads = query_heads_of(modules[index], told["heads"])
-                    sizes = sizes_of(told, tensors.get("table"), settings.block_size, query_heads)
-                    check_tensors(prefix, tensors, layer_fields(told, sizes, tensors, settings, sum(counts)))
+                    query_heads = query_heads_of(modules[index], described["heads"])
+                    sizes = sizes_of(described, tensors.get("table"), settings.block_size, query_heads)
+                    check_tensors(prefix, tensors, layer_fields(described, sizes, tensors, settings, sum(counts)))
                 layer.revision = settings.padding.revision
                 residence = settings.residence
                 asks = residence is not None and residence.decides(device)  # what fits this device
-                layer.slots = tensors["block_of"].shape[2] if place and not asks and "block_of" in tensors else None
-                open_layer(layer, told["batch"], told["heads"], told["dim"], sizes.dtype, device, told["length"])
-                self._fill(layer, told, tensors, parts)
+                layer.slots = (
+                    tensors["block_of"].shape[2] if restore_resident and not asks and "block_of" in tensors else None
+                )
+                open_layer(
+                    layer,
+                    described["batch"],
+                    described["heads"],
+                    described["dim"],
+                    sizes.dtype,
+                    device,
+                    described["length"],
+                )
+                self._fill(layer, described, tensors, parts)
                 sealed = sealed and not layer.store.awaits_digests
-                for mine, stop, count in zip(blocks, np.cumsum(counts), counts, strict=True):
-                    mine[index] = np.arange(stop - count, stop, dtype=np.int32)
+                for block_ids, stop, count in zip(blocks, np.cumsum(counts), counts, strict=True):
+                    block_ids[index] = np.arange(stop - count, stop, dtype=np.int32)
             elif any(_of_layer(each, prefix) for each in mapped):
                 with self.sound():
                     raise ValueError(f"{prefix}blocks belong to no tokens")
         names = zip(self.about["segments"], blocks, strict=True)
-        return [Segment(self.folder / name, mine, sealed) for name, mine in names]
+        return [Segment(self.folder / name, block_ids, sealed) for name, block_ids in names]
 
     def _map(self, name: str, *, verify: bool) -> dict[str, torch.Tensor]:
         """The tensors of a segment, which share the memory of the mapped file."""
@@ -216,13 +226,13 @@ class SavedCache:
         return tensors
 
     def _fill(
-        self, layer: HybridLayer, told: dict[str, Any], tensors: dict[str, torch.Tensor],
+        self, layer: HybridLayer, described: dict[str, Any], tensors: dict[str, torch.Tensor],
         parts: list[dict[str, torch.Tensor]],
     ) -> None:  # fmt: skip
         store = layer.store
         assert store is not None
         table = tensors["table"].numpy()
-        store.length, store.reserved = told["length"], -(-told["length"] // store.block_size)
+        store.length, store.reserved = described["length"], -(-described["length"] // store.block_size)
         slabs = [part[kind] for part in parts for kind in KINDS if kind in part]
         if layer.two_memories:
             slabs = [_in_memory(slab, pin=layer.device.type == "cuda") for slab in slabs]
@@ -231,16 +241,16 @@ class SavedCache:
             if store.length % store.block_size and (store.pool.block_ptr[table[:, store.reserved - 1]] & 1).any():
                 raise ValueError("the last block is packed")
         store.table = table.copy()
-        store.sealed, store.packed_blocks = told["sealed"], told["packed"]
+        store.sealed, store.packed_blocks = described["sealed"], described["packed"]
         store.reserve_digests()
         store.revision += 1
         if store.digests is not None:
-            _fill_digests(store.digests, told, tensors, parts)
-        layer.scores = None if told["scores"] is None else Scores(**told["scores"])
+            _fill_digests(store.digests, described, tensors, parts)
+        layer.scores = None if described["scores"] is None else Scores(**described["scores"])
         if "queries" in tensors:
-            layer.last_queries = LastQueries(tensors["queries"].to(layer.device), told["queries_end"])
+            layer.last_queries = LastQueries(tensors["queries"].to(layer.device), described["queries_end"])
         layer.state.load(layer, _of_layer(tensors, "state."))
-        if layer.resident is not None and layer.slots is not None and told["placed"]:
+        if layer.resident is not None and layer.slots is not None and described["placed"]:
             with self.sound():
                 check_resident(layer, tensors["block_of"])
             with layer.mirror.current():
@@ -260,7 +270,10 @@ def _in_memory(slab: torch.Tensor, *, pin: bool) -> torch.Tensor:
 
 
 def _fill_digests(
-    digests: DigestStore, told: dict[str, Any], tensors: dict[str, torch.Tensor], parts: list[dict[str, torch.Tensor]]
+    digests: DigestStore,
+    described: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    parts: list[dict[str, torch.Tensor]],
 ) -> None:
     for name in digests.tensors():
         if saved := [part[f"digest.{name}"] for part in parts if f"digest.{name}" in part]:
@@ -268,7 +281,7 @@ def _fill_digests(
             digests.blocks.tensors[name][: len(whole)] = whole.to(digests.device)
     for name, statistic in _of_layer(tensors, "statistics.").items():
         setattr(digests, name, statistic.to(digests.device, copy=True))  # a copy: aligned
-    digests.frozen = told["frozen"]
+    digests.frozen = described["frozen"]
 
 
 def merge_knobs(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def check_about(about: Any) -> None:
     for name, value in about["knobs"].items():
         if not isinstance(value, str | int | float | None):
             raise ValueError(f"{name}={shown(value)} is not a value of a knob")
-    if not all(isinstance(told, dict) for told in about["layers"]):
+    if not all(isinstance(described, dict) for described in about["layers"]):
         raise ValueError("a layer has no description")
     for pair in about["donors"]:
         for layer, _ in zip(pair, range(2), strict=True):
@@ -48,12 +48,12 @@ def check_about(about: Any) -> None:
     check_flag("dense", about["dense"])
 
 
-def check_layer(where: str, told: dict[str, Any], settings: Settings) -> None:
+def check_layer(where: str, described: dict[str, Any], settings: Settings) -> None:
     """Check the description of a layer against the cache, whose padding is loaded.
 
     Args:
         where: the layer's name, with its separator.
-        told: the description.
+        described: the description.
         settings: the cache's settings.
 
     Raises:
@@ -67,9 +67,9 @@ def check_layer(where: str, told: dict[str, Any], settings: Settings) -> None:
         "packed": range(full + 1) if FORMATS[settings.host_dtype].packs else {0}, "placed": {False, True},
     }  # fmt: skip
     for name, good in allowed.items():
-        if type(told[name]) not in (int, bool, str) or told[name] not in good:
-            raise ValueError(f"{where}{name}={shown(told[name])} does not agree with the others ({shown(good)})")
-    for name, value in ({} if told["scores"] is None else Scores(**told["scores"])._asdict()).items():
+        if type(described[name]) not in (int, bool, str) or described[name] not in good:
+            raise ValueError(f"{where}{name}={shown(described[name])} does not agree with the others ({shown(good)})")
+    for name, value in ({} if described["scores"] is None else Scores(**described["scores"])._asdict()).items():
         if value is not None or name == "scale":
             check_number(where + name, value, "a factor", above=0, most=1e9)
 
@@ -83,30 +83,30 @@ def query_heads_of(module: nn.Module, heads: int) -> Collection[int]:
 
 
 def sizes_of(
-    told: dict[str, Any], table: torch.Tensor | None, block_size: int, query_heads: Collection[int]
+    described: dict[str, Any], table: torch.Tensor | None, block_size: int, query_heads: Collection[int]
 ) -> LayerSizes:
     """The sizes that determine the shapes of a layer's tensors.
 
     Args:
-        told: the layer's description.
+        described: the layer's description.
         table: its block table, not checked yet.
         block_size: tokens in a block.
         query_heads: the possible numbers of query heads.
     """
     width = table.shape[1] if table is not None and table.ndim == 2 else 0
     return LayerSizes(
-        told["batch"], told["heads"], query_heads, told["dim"], block_size, DTYPES[told["dtype"]], told["length"],
-        width, told["placed"], _SLOTS,
+        described["batch"], described["heads"], query_heads, described["dim"], block_size, DTYPES[described["dtype"]],
+        described["length"], width, described["placed"], _SLOTS,
     )  # fmt: skip
 
 
 def layer_fields(
-    told: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings, physical: int
+    described: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings, physical: int
 ) -> dict[str, Field]:
     """The expected tensors of a layer.
 
     Args:
-        told: the layer's description, checked.
+        described: the layer's description, checked.
         sizes: the sizes that determine shapes.
         found: the tensors in the file; some belong together and may all be missing.
         settings: the cache's settings.
@@ -119,11 +119,11 @@ def layer_fields(
     blocks = -(-sizes.tokens // size)
     widths = range(-(-blocks // TABLE_STEP) * TABLE_STEP, MOST, TABLE_STEP)
     fields = {"table": Field(torch.int32, (sizes.rows, widths), 0, physical - 1)}
-    if (digests := _digests(told, settings)) is not None and told["frozen"]:
+    if (digests := _digests(described, settings)) is not None and described["frozen"]:
         shapes = digests.statistics.items()
         fields |= {f"statistics.{name}": Field(torch.float32, (sizes.rows, *shape)) for name, shape in shapes}
-    if told["queries_end"]:
-        window = range(1, min(told["queries_end"], policy.requirements.query_window) + 1)
+    if described["queries_end"]:
+        window = range(1, min(described["queries_end"], policy.requirements.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
     if "block_of" in found:
         fields |= {
@@ -138,19 +138,19 @@ def layer_fields(
     return fields
 
 
-def check_state(layer: HybridLayer, told: dict[str, Any]) -> None:
+def check_state(layer: HybridLayer, described: dict[str, Any]) -> None:
     """Check that a policy's own fields allow what its state of a layer gives to a file.
 
     Args:
         layer: the layer.
-        told: its description.
+        described: its description.
 
     Raises:
         ValueError: they do not, so that the file could not be loaded.
     """
     store, tensors = layer.store, layer.state.tensors()
     assert store is not None
-    sizes = sizes_of(told, torch.from_numpy(store.table), store.block_size, range(1, MOST))
+    sizes = sizes_of(described, torch.from_numpy(store.table), store.block_size, range(1, MOST))
     try:
         check_tensors("", tensors, layer.policy.state_fields(sizes) if tensors else {})
     except ValueError as error:
@@ -161,38 +161,40 @@ def check_state(layer: HybridLayer, told: dict[str, Any]) -> None:
         ) from None
 
 
-def segment_fields(told: dict[str, Any], found: dict[str, torch.Tensor], settings: Settings) -> dict[str, Field]:
+def segment_fields(described: dict[str, Any], found: dict[str, torch.Tensor], settings: Settings) -> dict[str, Field]:
     """The expected tensors of a layer in a segment.
 
     Args:
-        told: the layer's description, each number within its own bounds.
+        described: the layer's description, each number within its own bounds.
         found: the tensors in the segment, without the layer's prefix.
         settings: the cache's settings.
     """
-    heads, dim, size, dtype = told["heads"], told["dim"], settings.block_size, DTYPES[told["dtype"]]
+    heads, dim, size, dtype = described["heads"], described["dim"], settings.block_size, DTYPES[described["dtype"]]
     record = FORMATS[settings.host_dtype](dtype, dim, size).record_bytes
     fields = {
         "blocks": Field(dtype, (range(1, MOST), heads, 2, size, dim)),
         "packed": Field(torch.uint8, (range(1, MOST if record else 1), heads, record)),
     }
     fields = {kind: field for kind, field in fields.items() if kind in found}
-    digests, blocks = _digests(told, settings), sum(found[kind].shape[0] for kind in fields)
-    if blocks and digests is not None and told["frozen"] and told["sealed"]:
+    digests, blocks = _digests(described, settings), sum(found[kind].shape[0] for kind in fields)
+    if blocks and digests is not None and described["frozen"] and described["sealed"]:
         fields |= {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
     return fields
 
 
-def _digests(told: dict[str, Any], settings: Settings) -> DigestStore | None:
+def _digests(described: dict[str, Any], settings: Settings) -> DigestStore | None:
     """An empty store of digests like the layer's.
 
     Raises:
         ValueError: `frozen` does not agree with the kind of digest.
     """
     name = settings.policy.requirements.digest
-    made = DIGESTS[name](told["heads"], told["dim"], settings.block_size, torch.device("cpu")) if name else None
+    made = (
+        DIGESTS[name](described["heads"], described["dim"], settings.block_size, torch.device("cpu")) if name else None
+    )
     least, most = (False, False) if made is None else (made.frozen, True)
-    if not least <= told["frozen"] <= most:
-        raise ValueError(f"frozen={told['frozen']} does not agree with the policy's digest")
+    if not least <= described["frozen"] <= most:
+        raise ValueError(f"frozen={described['frozen']} does not agree with the policy's digest")
     return made
 
 

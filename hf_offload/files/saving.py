@@ -148,7 +148,7 @@ def _write(
         if isinstance(layer, HybridLayer) and layer.past:
             layer.write_back()
             assert layer.store is not None
-            layer.store.settle()
+            layer.store.wait()
             stores[index] = layer.store
     sealed = not any(store.awaits_digests for store in stores.values())
     segments = write_segments(folder, stores, parent, sealed=sealed)

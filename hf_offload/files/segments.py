@@ -108,8 +108,8 @@ def write_segments(
             left = {i: np.setdiff1d(ids, part.blocks[i]) if i in part.blocks else ids for i, ids in left.items()}
     tails = {i: np.setdiff1d(store.table[:, : store.num_blocks], _still(store)) for i, store in stores.items()}
     for kind, blocks in (("segment", left), ("tail", tails)):
-        if mine := {index: _ordered(stores[index], ids) for index, ids in blocks.items() if len(ids)}:
-            found.append(Segment(_write(folder, kind, stores, mine), mine, sealed))
+        if chosen := {index: _ordered(stores[index], ids) for index, ids in blocks.items() if len(ids)}:
+            found.append(Segment(_write(folder, kind, stores, chosen), chosen, sealed))
     return found
 
 
@@ -206,13 +206,11 @@ def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> None:
     """Write the blocks of a layer; of those that are not full, 0 after the last token."""
     pool, filled = store.pool, store.length % store.block_size
     addresses, tails = pool.block_ptr[ids].copy(), []
-    for place in np.flatnonzero(np.isin(ids, store.table[:, store.num_blocks - 1])) if filled else ():
-        raw = np.frombuffer(
-            memoryview((ctypes.c_char * pool.block_bytes).from_address(int(addresses[place]))), np.uint8
-        )
+    for i in np.flatnonzero(np.isin(ids, store.table[:, store.num_blocks - 1])) if filled else ():
+        raw = np.frombuffer(memoryview((ctypes.c_char * pool.block_bytes).from_address(int(addresses[i]))), np.uint8)
         tails.append(raw.reshape(2 * store.num_kv_heads, store.block_size, -1).copy())
         tails[-1][:, filled:] = 0
-        addresses[place] = tails[-1].ctypes.data
+        addresses[i] = tails[-1].ctypes.data
     packed = addresses & 1 == 1
     packed_bytes = pool.packed_record_bytes * store.num_kv_heads
     for part, nbytes in ((addresses[~packed], pool.block_bytes), (addresses[packed] - 1, packed_bytes)):
@@ -224,11 +222,11 @@ def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> None:
 def _runs(addresses: np.ndarray, nbytes: int) -> Iterator[tuple[int, int]]:
     """Runs of blocks that are contiguous in memory, at most `_RUN` bytes each: index of the first and end."""
     start = 0
-    for place in range(1, len(addresses) + 1):
-        apart = place == len(addresses) or addresses[place] != addresses[place - 1] + nbytes
-        if apart or (place - start) * nbytes >= _RUN:
-            yield start, place
-            start = place
+    for i in range(1, len(addresses) + 1):
+        apart = i == len(addresses) or addresses[i] != addresses[i - 1] + nbytes
+        if apart or (i - start) * nbytes >= _RUN:
+            yield start, i
+            start = i
 
 
 def sync(file: BinaryIO) -> None:

@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def jit(kernel: Any = None, **options: Any) -> Any:
-    """`triton.jit`; where there is no Triton, the function itself, which nobody calls then.
+    """`triton.jit`; where there is no Triton, the function itself, which is then never called.
 
     The file of a kernel needs `from __future__ import annotations`: `tl.constexpr` in a signature is a string then.
     """

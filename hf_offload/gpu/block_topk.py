@@ -143,8 +143,8 @@ def choose_runs(
     score = joined.logsumexp(-1) if sums and span > 1 else joined.amax(-1)
     order = score.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order)
-    places = torch.arange(order.shape[1], device=masses.device)
-    rank.scatter_(1, order, places.expand_as(order))
+    ranks = torch.arange(order.shape[1], device=masses.device)
+    rank.scatter_(1, order, ranks.expand_as(order))
     best = torch.stack([line < runs for line, runs in zip(rank, wanted, strict=True)])  # a tensor of them would be sent
     taken = (best & (score > -torch.inf)).any(0)
     marks = taken.repeat_interleave(span)[:blocks]
@@ -214,8 +214,8 @@ def best(worth: torch.Tensor, want: torch.Tensor, most: int) -> torch.Tensor:
     least = worth.topk(min(most, worth.shape[-1]), -1).values
     bound = least.gather(-1, (want - 1).clamp(0, least.shape[-1] - 1))
     above, ties = worth > bound, (worth == bound) & (bound > -torch.inf)
-    room = want - above.sum(-1, keepdim=True)
-    return (want > 0) & (above | (ties & (ties.cumsum(-1) <= room)))
+    left = want - above.sum(-1, keepdim=True)
+    return (want > 0) & (above | (ties & (ties.cumsum(-1) <= left)))
 
 
 def together(entries: torch.Tensor, keep: torch.Tensor, width: int) -> torch.Tensor:
@@ -229,9 +229,9 @@ def together(entries: torch.Tensor, keep: torch.Tensor, width: int) -> torch.Ten
     Returns:
         `[..., width]`.
     """
-    place = torch.where(keep, keep.cumsum(-1) - 1, width).clamp(max=width)
-    front = entries.new_zeros(*entries.shape[:-1], width + 1)  # the last place is for what is not kept
-    return front.scatter_(-1, place, entries)[..., :width].contiguous()
+    rank = torch.where(keep, keep.cumsum(-1) - 1, width).clamp(max=width)
+    front = entries.new_zeros(*entries.shape[:-1], width + 1)  # the last rank is for what is not kept
+    return front.scatter_(-1, rank, entries)[..., :width].contiguous()
 
 
 NEVER = constexpr(-(2**31))
@@ -275,8 +275,8 @@ def select_kernel(
         chosen = is_best(keys_between(score_ptr, n, high, late), n, bound, end)
         always = ((n >= low) & (n < sinks_end)) | ((n >= late) & (n < num_blocks))
         chosen = (chosen | always).to(tl.int32)
-        place = count + tl.cumsum(chosen, 0) - chosen
-        tl.store(blocks_ptr + line * capacity + place, n, mask=(chosen != 0) & (place < capacity))
+        rank = count + tl.cumsum(chosen, 0) - chosen
+        tl.store(blocks_ptr + line * capacity + rank, n, mask=(chosen != 0) & (rank < capacity))
         count += tl.sum(chosen, 0)
     tl.store(counts_ptr + line, tl.minimum(count, capacity))
 
@@ -306,10 +306,10 @@ def split_kernel(
         block = tl.load(blocks_ptr + to + i, mask=meant, other=0)
         slot = tl.load(slot_of_ptr + line * width + block, mask=meant, other=-1)
         here = (slot >= 0).to(tl.int32)
-        place = near + tl.cumsum(here, 0) - here
-        tl.store(near_ptr + to + place, block, mask=slot >= 0)
-        tl.store(near_slots_ptr + to + place, slot, mask=slot >= 0)
-        tl.store(far_ptr + to + i - place, block, mask=meant & (slot < 0))
+        rank = near + tl.cumsum(here, 0) - here
+        tl.store(near_ptr + to + rank, block, mask=slot >= 0)
+        tl.store(near_slots_ptr + to + rank, slot, mask=slot >= 0)
+        tl.store(far_ptr + to + i - rank, block, mask=meant & (slot < 0))
         near += tl.sum(here, 0)
     tl.store(near_counts_ptr + line, near)
     tl.store(far_counts_ptr + line, count - near)
@@ -357,15 +357,15 @@ def bound_of_best(keys, n, want):
     bound = tl.where(want > 0, bound, 0x7FFFFFFF)  # above the key of every float
     # The end of the ties is the lowest number with enough of them before it.
     tied = (keys == bound) & (keys != NEVER)
-    room = want - tl.sum((keys > bound).to(tl.int32), 0)
+    left = want - tl.sum((keys > bound).to(tl.int32), 0)
     ties = tl.sum(tied.to(tl.int32), 0)
     end = tl.where(ties > 0, tl.max(n, 0) + 1, 0)
-    first = tl.where(ties > room, 0, end)
+    first = tl.where(ties > left, 0, end)
     while first < end:
         half = (first + end) >> 1
         before = tl.sum((tied & (n < half)).to(tl.int32), 0)
-        first = tl.where(before >= room, first, half + 1)
-        end = tl.where(before >= room, half, end)
+        first = tl.where(before >= left, first, half + 1)
+        end = tl.where(before >= left, half, end)
     return bound, end
 
 

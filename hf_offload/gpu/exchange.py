@@ -152,8 +152,8 @@ def _by_torch(
     wanted = best(torch.where(movable, worth, -torch.inf), may.sum(-1), slots)
     gone = wanted & (slot_of < 0)
     blocks = together(n.expand(worth.shape), gone, slots)
-    place = torch.arange(slots, device=worth.device)
-    value = torch.where(place < gone.sum(-1, keepdim=True), worth.gather(2, blocks.long()), -torch.inf)
+    number = torch.arange(slots, device=worth.device)
+    value = torch.where(number < gone.sum(-1, keepdim=True), worth.gather(2, blocks.long()), -torch.inf)
     blocks = blocks.gather(2, value.argsort(dim=-1, descending=True, stable=True))
 
     kept = (block_of >= 0) & wanted.gather(2, block_of.clamp(min=0).long())
@@ -162,7 +162,7 @@ def _by_torch(
     counts = gone.sum(-1).minimum(victims.sum(-1)).int()
     if due is not None:
         counts = counts * (due != 0)
-    _assign(block_of, slot_of, moved, blocks, place < counts[..., None])
+    _assign(block_of, slot_of, moved, blocks, number < counts[..., None])
     return moved, blocks, counts
 
 
@@ -207,7 +207,7 @@ def _assign(
 def _put(target: torch.Tensor, index: torch.Tensor, entries: torch.Tensor, meant: torch.Tensor) -> None:
     """Write entries into the last axis of `target`, in place, where they are meant."""
     width = target.shape[-1]
-    wide = torch.nn.functional.pad(target, (0, 1))  # the last place is for what is not meant
+    wide = torch.nn.functional.pad(target, (0, 1))  # the last entry is for what is not meant
     target.copy_(wide.scatter_(-1, torch.where(meant, index, width).long(), entries.int())[..., :width])
 
 

@@ -87,7 +87,7 @@ def hand_over(
         tail: `[B, Hq]` fp32, the log mass of the tail; None exactly where `to` has none.
         limits: `[2]` int32, tokens of every row with the query's, and blocks with digests; given with `tail`.
         flag: `[1]` int32, takes the epoch when all of it is visible to the host; pinned memory if the epoch is on a
-            GPU. None: nobody is told.
+            GPU. None: the host is not notified.
         epoch: `[1]` int32, None without a flag.
 
     Raises:
@@ -123,8 +123,8 @@ def hand_over(
 def wait_for_flag(flag: torch.Tensor, epoch: torch.Tensor, late: torch.Tensor, *, spins: int) -> None:
     """Let the stream wait until a flag has reached the epoch; what was written before the flag is visible behind this.
 
-    The wait is bounded. If it was in vain the stream goes on, and whoever looks at `late` next raises. Once that is
-    set nothing is waited for: what never comes would be waited for by every layer anew.
+    The wait is bounded. If the wait times out, the stream continues, and the next read of `late` raises `WorkerError`.
+    Once `late` is set, later waits return at once: a result that never comes costs one timeout, not one a layer.
 
     Args:
         flag: `[1]` int32, written by the host; pinned memory if the epoch is on a GPU.

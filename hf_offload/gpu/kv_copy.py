@@ -372,16 +372,16 @@ def fetch_kernel(
         content = tl.load(
             tl.multiple_of(source.to(pool.dtype), [16])[:, None] + inside[None, :], mask=there[:, None], other=0
         )
-        place, stored = target, there
+        offset, stored = target, there
         tile += tl.num_programs(0)
         source, target, there = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
-        tl.store(pool + place[:, None] + inside[None, :], content, mask=stored[:, None])
+        tl.store(pool + offset[:, None] + inside[None, :], content, mask=stored[:, None])
 
 
 @jit
 @no_type_check
 def _find_pieces(piece, listing, LINES: tl.constexpr, RECORD: tl.constexpr, PIECE: tl.constexpr, ELEMENT: tl.constexpr):
-    """Addresses of pieces `[n]` on the host, their places in the pool, and whether they are any."""
+    """Addresses of pieces `[n]` on the host, their offsets in the pool, and whether they are any."""
     into, chosen, block_ptr, table, ends, heads, slots, moves, width = listing
     work, first = piece // (RECORD // PIECE), piece % (RECORD // PIECE) * PIECE
     there = work < tl.max(ends, 0)
@@ -419,24 +419,24 @@ def fetch_packed_kernel(
         row, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
         slot = tl.load(into + move)
         address = tl.load(block_ptr + tl.load(table + row * width + tl.load(chosen + move)))
-        place = part * (SIZE * D) + (first + token)[:, None] * D + channel[None, :]
+        offset = part * (SIZE * D) + (first + token)[:, None] * D + channel[None, :]
         target = pool + (line.to(tl.int64) * slots + slot) * (2 * SIZE * D)
         plain = _aligned(address + head * RECORD, pool.dtype.element_ty)
         if address % 2 == 0:
-            _copy(plain, target, place, there)
+            _copy(plain, target, offset, there)
         else:
             record = _aligned(address - 1 + head * PACKED, tl.int8)
             if part == 0:
                 words = (record + WORDS).to(tl.pointer_type(tl.int32)) + channel
                 word = tl.load(words, mask=channel < D, other=0)[None, :]
-                content = tl.load(record + place, mask=there, other=0).to(tl.float32) * _widen(word >> 16)
+                content = tl.load(record + offset, mask=there, other=0).to(tl.float32) * _widen(word >> 16)
                 content += _widen(word)
             else:
                 value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16)) + first + token
                 codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS).to(tl.float32)
                 content = codes * _widen(tl.load(value_scales))[:, None]
             content = tl.minimum(tl.maximum(content, -TOP), TOP)
-            tl.store(target + place, content.to(pool.dtype.element_ty), mask=there)
+            tl.store(target + offset, content.to(pool.dtype.element_ty), mask=there)
 
 
 @jit(do_not_specialize=["block"])
@@ -455,9 +455,9 @@ def store_block_kernel(
     address = tl.load(block_ptr + tl.load(table + row * width + block))
     part, token = tl.program_id(1) % 2, tl.program_id(1) // 2 * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, WIDTH)
-    place = part * (SIZE * D) + token[:, None] * D + channel[None, :]
+    offset = part * (SIZE * D) + token[:, None] * D + channel[None, :]
     source = pool + (line.to(tl.int64) * slots + slot) * (2 * SIZE * D)
-    _copy(source, _aligned(address + head * RECORD, pool.dtype.element_ty), place, (channel < D)[None, :])
+    _copy(source, _aligned(address + head * RECORD, pool.dtype.element_ty), offset, (channel < D)[None, :])
 
 
 @jit(do_not_specialize=["first", "stop", "lines", "width"])
@@ -492,8 +492,8 @@ def _aligned(address, kind: tl.constexpr):
 
 @jit
 @no_type_check
-def _copy(source, target, place, there):
-    tl.store(target + place, tl.load(source + place, mask=there), mask=there)
+def _copy(source, target, offset, there):
+    tl.store(target + offset, tl.load(source + offset, mask=there), mask=there)
 
 
 @jit
@@ -507,7 +507,7 @@ def _widen(bits):
 @no_type_check
 def _codes_of_values(codes, first, D: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
     """Int8 codes [TOKENS, WIDTH], which lie as [TOKENS / 2, D, 2] and are read in that order."""
-    pair, place = first // 2 + tl.arange(0, TOKENS // 2)[:, None], tl.arange(0, 2 * WIDTH)[None, :]
-    read = tl.load(codes + pair * (2 * D) + place, mask=place < 2 * D, other=0)
+    pair, column = first // 2 + tl.arange(0, TOKENS // 2)[:, None], tl.arange(0, 2 * WIDTH)[None, :]
+    read = tl.load(codes + pair * (2 * D) + column, mask=column < 2 * D, other=0)
     turned = tl.permute(tl.reshape(read, (TOKENS // 2, WIDTH, 2)), (0, 2, 1))
     return tl.reshape(turned, (TOKENS, WIDTH))

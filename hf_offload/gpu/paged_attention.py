@@ -259,10 +259,10 @@ def paged_attention_kernel(
     next_slot, next_seen = find_tokens(slots, blocks, valid, token, count, length, SIZE)
     for _ in range(first, last):
         slot, seen = next_slot, next_seen
-        place = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
+        offset = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
         token += TILE
         next_slot, next_seen = find_tokens(slots, blocks, valid, token, count, length, SIZE)
-        where = home + place[:, None] + dim[None, :]
+        where = home + offset[:, None] + dim[None, :]
         mask = seen[:, None] & (dim < D)[None, :]  # V too: a weight of 0 does not silence a NaN
         k = tl.load(where, mask=mask, other=0.0)
         score = dot(q, tl.trans(k), None) * scale
@@ -281,9 +281,9 @@ def paged_attention_kernel(
     some = total > 0.0
     total = tl.where(some, total, 1.0)
     acc = acc / total[:, None]
-    place = (heads * splits + split).to(tl.int64)
-    tl.store(out + place[:, None] * D + dim[None, :], acc, mask=real)
-    tl.store(lse + place, tl.where(some, (peak + tl.log2(total)) * LN2, float("-inf")), mask=row < GROUP)
+    entry = (heads * splits + split).to(tl.int64)
+    tl.store(out + entry[:, None] * D + dim[None, :], acc, mask=real)
+    tl.store(lse + entry, tl.where(some, (peak + tl.log2(total)) * LN2, float("-inf")), mask=row < GROUP)
 
 
 @jit

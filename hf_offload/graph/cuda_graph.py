@@ -374,7 +374,7 @@ class StepGraph:
             if layer.store is not None
         ]
         if arrays != self._arrays and self._capture.announced:
-            self._settle()
+            self._wait()
             self._doorbell.replace(self._capture.items(), self._epoch)
             self._arrays = arrays
             self._finalize(self._doorbell)
@@ -386,17 +386,17 @@ class StepGraph:
         if previous is not None:
             previous.detach()
 
-    def check(self, *, settle: bool = False) -> None:
+    def check(self, *, wait: bool = False) -> None:
         """Raise the errors of CPU work since the last check.
 
         Args:
-            settle: whether to wait for a replay in flight first, before anything but a replay.
+            wait: whether to wait for a replay in flight first, before anything but a replay.
 
         Raises:
             WorkerError: CPU work failed or was not done in time.
         """
-        if settle and self._doorbell is not None:
-            self._settle()
+        if wait and self._doorbell is not None:
+            self._wait()
         late = 0 if self._capture is None else int(self._capture.late[0])
         epochs = [late] if late else []
         try:
@@ -428,17 +428,17 @@ class StepGraph:
         self._windows.forget()
         if self._doorbell is None:
             return
-        self._settle()  # an interruption here leaves the graph intact
+        self._wait()  # an interruption here leaves the graph intact
         doorbell, self._doorbell = self._doorbell, None
         self._finalizer.detach()
         self._capture = self._recorded = self._state = self._output = self._next = None
         with suppress(WorkerError):  # the results are dropped
             doorbell.stop()
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         """Wait for a replay in flight, which waits for the CPU."""
         if self._recorded is not None:
-            self._recorded.settle()
+            self._recorded.wait()
 
 
 def _signature_of_call(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> object:
@@ -449,8 +449,8 @@ def _signature_of_call(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -
 
 def _let_go(recorded: Any, doorbell: Doorbell) -> None:
     """Stop the doorbell of a freed graph, after a replay in flight."""
-    recorded.settle()
-    with suppress(WorkerError):  # of a graph that nobody can ask any more
+    recorded.wait()
+    with suppress(WorkerError):  # the graph is freed: there is no caller to raise it in
         doorbell.stop()
 
 
@@ -488,7 +488,7 @@ class GraphedForward:
         finally:
             self._local.graphs = outer
         for graph in graphs:
-            graph.check(settle=True)
+            graph.check(wait=True)
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -505,7 +505,7 @@ class GraphedForward:
         if step is not None and graph.prepare(*step, same_model=bool(replayed) and graph in replayed):
             output = graph.run(self._forward, *step)
         if output is None:
-            graph.check(settle=True)
+            graph.check(wait=True)
             return self._forward(*args, **kwargs)
         if isinstance(replayed, set):
             replayed.add(graph)

@@ -62,7 +62,7 @@ class Recorder:
         finally:  # also after an interruption between the two calls
             self._ended.record()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the last replay, not for the device, on which another thread may be capturing."""
         self._ended.synchronize()
 

@@ -28,7 +28,7 @@ _address: Callable[[Any], int] = torch.Tensor.data_ptr
 _OUR_ROOT = __name__.partition(".")[0]
 _KNOWN_ROOTS = ("torch", "transformers", "transformers_modules", _OUR_ROOT)
 STATELESS = (
-    # 4-bit layers settle type and layout in their first forward. Those of 8 bits look for outliers on the host.
+    # 4-bit layers fix type and layout in their first forward. Those of 8 bits look for outliers on the host.
     *(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearFP4", "LinearNF4")),
     # Layers of packed weights choose their kernels by shapes and types, which a captured step has fixed. (AutoAWQ's
     # fused attention has a cache of its own.)
@@ -171,8 +171,8 @@ class ModelState:
         weights = [(kind, name) for kind in kinds for name, tensor in kind.items() if tensor is not None]
         # Tensors of a class of their own (quantised weights) may have no address: these are known as objects.
         known: list[tuple[Any, str]] = [*children, *(w for w in weights if not _has_address(w[0][w[1]]))]
-        places = [*known, *(w for w in weights if _has_address(w[0][w[1]]))]
-        self._places, self._names = [place for place, _ in places], [name for _, name in places]
+        locations = [*known, *(w for w in weights if _has_address(w[0][w[1]]))]
+        self._locations, self._names = [location for location, _ in locations], [name for _, name in locations]
         found = self._held()
         self._objects = found[: len(known)]
         self._addresses = list(map(_address, found[len(known) :]))
@@ -188,7 +188,7 @@ class ModelState:
 
     def _held(self) -> list[Any]:
         """Return the modules and weights that are there now."""
-        return list(map(operator.getitem, self._places, self._names))
+        return list(map(operator.getitem, self._locations, self._names))
 
     def holds(self) -> bool:
         """Whether nothing of it has changed; some 0.1 µs for each module and weight."""

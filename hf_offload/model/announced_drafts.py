@@ -43,7 +43,7 @@ def watch(model: nn.Module) -> Watch:
 
 
 def check_drafts(found: Watch, policy: Policy, past: int) -> None:
-    """Check that drafts can be told from other tokens in the forwards of a model.
+    """Check that drafts can be distinguished from other tokens in the forwards of a model.
 
     Args:
         found: the model's watch.

@@ -68,7 +68,7 @@ class Fallback:
         else:
             self._replace(index, reason)
 
-    def settle(self) -> None:
+    def replace_changed(self) -> None:
         """After a forward, replace layers whose K and V the model changed, and warn of all replaced layers once."""
         for layer in list(self.layers):
             if isinstance(layer, HybridLayer) and layer.pending is not None and layer.changed:

@@ -92,7 +92,7 @@ class Attachment:
             RuntimeError: the attention function never got the K and V of a layer.
         """
         if finished:
-            cache.fallback.settle()
+            cache.fallback.replace_changed()
         unattended = [layer for layer in hybrid_layers(cache) if layer.pending is not None]
         cache.end(finished and not unattended)
         if unattended and finished:

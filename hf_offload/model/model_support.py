@@ -113,9 +113,9 @@ def compute_devices(model: nn.Module) -> set[torch.device]:
     found = {parameter.device for parameter in model.parameters()}
     for module in model.modules():
         for hook in _hooks(module):
-            place = getattr(hook, "execution_device", None)
-            if place is not None:
-                found.add(torch.device(place))
+            device = getattr(hook, "execution_device", None)
+            if device is not None:
+                found.add(torch.device(device))
     return {device for device in found if device.type != "meta"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -263,12 +264,15 @@ class LayerState:
         """Keep the rows of an index, int64 `[n]`, in its order."""
         self.load(layer, {name: x[rows.to(x.device)] if x.ndim else x.clone() for name, x in self.tensors().items()})
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the state's work in flight, before anything is moved, freed, copied or saved.
 
         Raises:
             WorkerError: the work failed.
         """
+        if settle := getattr(self, "settle", None):  # its name in version 0.1
+            warnings.warn(f"{type(self).__name__}.settle is called wait now; rename it", FutureWarning, stacklevel=2)
+            settle()
 
     # --- contents ----------------------------------------------------------------------------------------------------
 

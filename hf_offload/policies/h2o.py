@@ -163,11 +163,11 @@ class H2O(Policy):
         return H2OState()
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
-        places, newest = (*sizes.lines, "places"), sizes.tokens - 1
-        tokens = Field(sizes.dtype, (*places, sizes.head_dim))
+        entries, newest = (*sizes.lines, "entries"), sizes.tokens - 1
+        tokens = Field(sizes.dtype, (*entries, sizes.head_dim))
         return {
-            "keys": tokens, "values": tokens, "score": Field(torch.float32, places),
-            "position": Field(torch.int64, places, EMPTY, newest), "recent": Field(torch.int64, (), 1, MOST),
+            "keys": tokens, "values": tokens, "score": Field(torch.float32, entries),
+            "position": Field(torch.int64, entries, EMPTY, newest), "recent": Field(torch.int64, (), 1, MOST),
             "taken": Field(torch.int64, (), newest, newest),
         }  # fmt: skip
 
@@ -192,12 +192,12 @@ class H2O(Policy):
         rank = score.clone()
         rank[:, :, count - recent :] = math.inf
         best = rank.masked_fill(~valid[:, None], -math.inf).topk(min(heavy + recent, count), -1)
-        shape, places = score.shape[:2], self._capacity(count)
+        shape, entries = score.shape[:2], self._capacity(count)
         with torch.inference_mode(False):
-            size = (*shape, places, store.head_dim)
+            size = (*shape, entries, store.head_dim)
             keys, values = (torch.zeros(size, dtype=store.dtype, device=store.device) for _ in range(2))
-            kept_score = torch.zeros(*shape, places, device=store.device, dtype=torch.float32)
-            position = torch.full((*shape, places), EMPTY, device=store.device, dtype=torch.int64)
+            kept_score = torch.zeros(*shape, entries, device=store.device, dtype=torch.float32)
+            position = torch.full((*shape, entries), EMPTY, device=store.device, dtype=torch.int64)
         most = best.indices.shape[-1]
         position[:, :, :most] = best.indices.masked_fill(best.values == -math.inf, EMPTY)
         kept_score[:, :, :most] = score.gather(2, best.indices)

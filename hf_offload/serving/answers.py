@@ -154,8 +154,8 @@ def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] 
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    told: Any = {"name": name, "arguments": json.dumps(arguments)}
-    return told if isinstance(name, str) and isinstance(arguments, dict) else None
+    made: Any = {"name": name, "arguments": json.dumps(arguments)}
+    return made if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _value(text: str, schema: Any) -> Any:

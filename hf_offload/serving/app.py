@@ -104,8 +104,8 @@ class Service:
         ids = await asyncio.to_thread(asked.ids, self.tokenizer, answer=answer)
         left = self.max_context - len(ids)
         if left < 1 or not ids:
-            told = f"the prompt has {len(ids)} tokens, not 1 to {self.max_context - 1}; send less, or use {self.remedy}"
-            raise RequestError(told, asked.subject, "context_length_exceeded" if ids else None)
+            why = f"the prompt has {len(ids)} tokens, not 1 to {self.max_context - 1}; send less, or use {self.remedy}"
+            raise RequestError(why, asked.subject, "context_length_exceeded" if ids else None)
         whose = [request.state.key, asked.cache_salt]
         tenant = hashlib.sha256(json.dumps(whose).encode()).hexdigest() if any(whose) else ""
         thinks, tools = (self._thinks, asked.offered) if isinstance(asked, Chatted) else (False, [])
@@ -145,8 +145,8 @@ class Service:
 
     async def _models(self, name: str | None = None) -> Response:
         if name not in (None, self.name):
-            told = f"there is no model {name!r}; this server has {self.name!r}"
-            raise RequestError(told, "model", "model_not_found", status=404)
+            why = f"there is no model {name!r}; this server has {self.name!r}"
+            raise RequestError(why, "model", "model_not_found", status=404)
         return JSONResponse(self._about if name else {"object": "list", "data": [self._about]})
 
     async def _health(self) -> Response:
@@ -181,9 +181,9 @@ def _error(error: Exception) -> tuple[int, Body]:
     """The status and the body of an error, in OpenAI's form."""
     status = 400 if isinstance(error, ValueError) else 503 if isinstance(error, MemoryError) else 500
     status = getattr(error, "status", getattr(error, "status_code", status))
-    told = {"message": str(getattr(error, "detail", error)) or type(error).__name__}
-    told["type"] = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": told | {name: getattr(error, name, None) for name in ("param", "code")}}
+    body = {"message": str(getattr(error, "detail", error)) or type(error).__name__}
+    body["type"] = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": body | {name: getattr(error, name, None) for name in ("param", "code")}}
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
@@ -202,8 +202,8 @@ def _form(chat: Chat, messages: bool, model: str) -> Callable[..., Body]:
         kind = ("chat.completion" if whole else "chat.completion.chunk") if messages else "text_completion"
         counts = {"prompt_tokens": len(chat.ids), "completion_tokens": len(chat.drawn)}
         counts |= {"total_tokens": sum(counts.values())}
-        told = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": chat.cached or 0}}} if usage else {}
-        return shared | {"object": kind, "choices": [] if part is None else [choice]} | told
+        more = {"usage": counts | {"prompt_tokens_details": {"cached_tokens": chat.cached or 0}}} if usage else {}
+        return shared | {"object": kind, "choices": [] if part is None else [choice]} | more
 
     return body
 

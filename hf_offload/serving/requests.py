@@ -115,9 +115,9 @@ class Chatted(Asked):
         """Return the ids of messages that the model's template takes; `answer`: whether one is to follow."""
         messages, tools = [each.for_template() for each in self.messages], self.offered
         if tools and "tools" not in str(tokenizer.chat_template):
-            told = TOOLS + "\n".join(json.dumps(tool["function"]) for tool in tools)
+            offer = TOOLS + "\n".join(json.dumps(tool["function"]) for tool in tools)
             first = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
-            messages = [{"role": "system", "content": first + told}, *messages]
+            messages = [{"role": "system", "content": first + offer}, *messages]
         given, own = self.chat_template_kwargs, inspect.signature(tokenizer.apply_chat_template).parameters
         if reserved := given.keys() & {"messages", "self", *own} - {"documents"}:
             raise RequestError(f"chat_template_kwargs.{min(reserved)} is not supported", "chat_template_kwargs")
@@ -128,8 +128,8 @@ class Chatted(Asked):
         try:
             ids: Any = tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise what they like
-            told = f"messages cannot be written by the model's chat template: {error}; mend them or use /v1/completions"
-            raise RequestError(told, "messages") from error
+            why = f"messages cannot be written by the model's chat template: {error}; mend them or use /v1/completions"
+            raise RequestError(why, "messages") from error
         return list(ids)
 
 

@@ -65,8 +65,8 @@ class Engine:
         When the task is cancelled, the chat ends before its next turn, and what was computed is kept.
         """
         if self._stopped or len(self.chats) >= self._most:
-            told = "the server shuts down" if self._stopped else f"{self._most} requests are at work or wait already"
-            raise RequestError(f"{told}; ask again later", status=503)
+            why = "the server shuts down" if self._stopped else f"{self._most} requests are at work or wait already"
+            raise RequestError(f"{why}; ask again later", status=503)
         task = asyncio.create_task(self._run(chat, give))
         self.chats[task] = chat
         task.add_done_callback(self.chats.pop)

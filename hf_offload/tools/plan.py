@@ -17,7 +17,7 @@ from hf_offload.blocks.digests import DIGESTS
 from hf_offload.blocks.memory import size_text
 from hf_offload.blocks.padding import Padding
 from hf_offload.cache.arrivals import unsuitable
-from hf_offload.cache.memory_budget import digest_places, make_budget, resident_tokens
+from hf_offload.cache.memory_budget import digest_capacity, make_budget, resident_tokens
 from hf_offload.cache.residence import blocks_soon, fitting_slots
 from hf_offload.cache.settings import AUTO, check_sizes
 from hf_offload.fields import LayerSizes
@@ -246,7 +246,7 @@ def memory_of(
     )  # fmt: skip
     slots = _slots(shape, chosen, memory, store, context, device) if two_memories else 0
     blocks, old = -(-context // size), len(store.packed_on_arrival(0, context))
-    places = digest_places(batch * old, batch * (blocks - old))
+    capacity = digest_capacity(batch * old, batch * (blocks - old))
     record, packed = store.pool.record_bytes, store.pool.packed_record_bytes
     lines = batch * shape.kv_heads
     sizes = LayerSizes(
@@ -259,7 +259,7 @@ def memory_of(
         resident=slots * size,
         resident_bytes=shape.layers * (lines * slots * record + state),
         host_bytes=shape.layers * lines * ((blocks - old) * record + old * packed),
-        digest_bytes=0 if store.digests is None else shape.layers * places * store.digests.block_bytes,
+        digest_bytes=0 if store.digests is None else shape.layers * capacity * store.digests.block_bytes,
         digests_on_host=requirements.scored_on_host or not two_memories,
         salience_bytes=shape.layers * state_on_host,
         stock_bytes=shape.stock_bytes(batch, context),

@@ -64,8 +64,8 @@ def soften_scores(count: int, scores: int, stride: int, tokens: int, cap: float)
     """score = cap * tanh(score / cap), in place, for `count` heads."""
     for head in range(count):
         for token in range(0, tokens, 16):
-            place = scores + head * stride + 4 * token
-            store(place, bend(load_f32(place), cap))
+            address = scores + head * stride + 4 * token
+            store(address, bend(load_f32(address), cap))
 
 
 @borrowing
@@ -131,10 +131,10 @@ def bend_weights(count: int, scores: int, bent: int, stride: int, tokens: int, c
     one, inverse = splat(np.float32(1.0)), splat(np.float32(1.0 / cap))
     for head in range(count):
         for token in range(0, tokens, 16):
-            place = head * stride + 4 * token
-            share = load_f32(scores + place) * inverse
+            offset = head * stride + 4 * token
+            share = load_f32(scores + offset) * inverse
             share = choose_less(share, splat(np.float32(-1.0)), one, share)
-            store(bent + place, one - share * share)
+            store(bent + offset, one - share * share)
 
 
 @jit
@@ -142,8 +142,8 @@ def scale_weights(count: int, factors: int, weights: int, stride: int, tokens: i
     """factors *= weights."""
     for head in range(count):
         for token in range(0, tokens, 16):
-            place = head * stride + 4 * token
-            store(factors + place, load_f32(factors + place) * load_f32(weights + place))
+            offset = head * stride + 4 * token
+            store(factors + offset, load_f32(factors + offset) * load_f32(weights + offset))
 
 
 @jit
@@ -153,8 +153,8 @@ def shrink_sums(count: int, sums: int, dim: int, fades: int) -> None:
         fade = get(fades + 4 * head)
         if fade != np.float32(1.0):
             for d in range(0, dim, 16):
-                place = sums + 4 * (head * dim + d)
-                store(place, load_f32(place) * splat(fade))
+                address = sums + 4 * (head * dim + d)
+                store(address, load_f32(address) * splat(fade))
 
 
 @jit

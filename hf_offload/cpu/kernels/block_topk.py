@@ -131,19 +131,19 @@ def mark_best(row: int, count: int, want: int, marks: int, word: Array) -> None:
         word: scratch int32 [1].
     """
     bound, ties = bound_of(row, count, want, word)
-    one, limit, place = splat(np.float32(1.0)), splat(np.float32(bound)), 4 * count
+    one, limit, end = splat(np.float32(1.0)), splat(np.float32(bound)), 4 * count
     left = ties
-    for i in range(0, place if ties < count else 0, 4):  # the end of the ties that are taken
+    for i in range(0, end if ties < count else 0, 4):  # the end of the ties that are taken
         if get(row + i) == np.float32(bound):
             if left == 0:
-                place = i
+                end = i
                 break
             left -= 1
-    for i in range(0, place & ~63, 64):
+    for i in range(0, end & ~63, 64):
         store(marks + i, choose_less(load_f32(row + i), limit, load_f32(marks + i), one))
-    for i in range(place & ~63, 4 * count, 4):
+    for i in range(end & ~63, 4 * count, 4):
         x = get(row + i)
-        if x > np.float32(bound) or (i < place and x == np.float32(bound)):
+        if x > np.float32(bound) or (i < end and x == np.float32(bound)):
             put(marks + i, np.float32(1.0))
 
 

@@ -30,11 +30,11 @@ def _mix(lane: Any, word: Any) -> Any:
 def _checksum(address: int, nbytes: int) -> Any:
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)
-    for place in range(address, address + nbytes, LINE):
-        a, b = _mix(a, get_word(place)), _mix(b, get_word(place + 8))
-        c, d = _mix(c, get_word(place + 16)), _mix(d, get_word(place + 24))
-        e, f = _mix(e, get_word(place + 32)), _mix(f, get_word(place + 40))
-        g, h = _mix(g, get_word(place + 48)), _mix(h, get_word(place + 56))
+    for line in range(address, address + nbytes, LINE):
+        a, b = _mix(a, get_word(line)), _mix(b, get_word(line + 8))
+        c, d = _mix(c, get_word(line + 16)), _mix(d, get_word(line + 24))
+        e, f = _mix(e, get_word(line + 32)), _mix(f, get_word(line + 40))
+        g, h = _mix(g, get_word(line + 48)), _mix(h, get_word(line + 56))
     total = np.uint64(0)
     for lane in (a, b, c, d, e, f, g, h):  # mixed first: the same change in two lanes must not cancel
         total = _mix(total, _mix(_mix(lane, PRIME), PRIME))

@@ -198,14 +198,14 @@ class PairRows(NamedTuple):
 
     Args:
         keys, values: int64, addresses of the tokens' keys and values. Packed: of their record, marked.
-        places: int64, packed tokens' numbers in their record.
+        tokens: int64, packed tokens' numbers in their record.
         added: float32, what is added to the scores; MASKED: the token is not attended.
         drawn: float32, by pairs: 1 - x.
     """
 
     keys: Array
     values: Array
-    places: Array
+    tokens: Array
     added: Array
     drawn: Array
 
@@ -283,8 +283,8 @@ def _finish_blocks(
     for i in range(first, last):
         begin = rows.chosen[i] * block_size
         if begin + block_size > rows.length or rows.holes[rows.chosen[i]] != 0:
-            place = scores + 4 * (i - first) * block_size
-            mask_scores(group, place, STRIDE, rows.valid, begin, rows.length - begin, block_size)
+            address = scores + 4 * (i - first) * block_size
+            mask_scores(group, address, STRIDE, rows.valid, begin, rows.length - begin, block_size)
     tokens = (last - first) * block_size
     if target.raw != 0:
         copy_scores(group, scores, STRIDE, tokens, target.raw + 4 * first * block_size, target.raw_stride)
@@ -337,14 +337,14 @@ def _fetch(row: int, size: int) -> None:
 @by_tiles
 @borrowing
 def _score_tokens(
-    heads: Any, done: int, tag: Any, keys: Array, places: Array, first: int, tokens: int, end: int, scratch: Any,
+    heads: Any, done: int, tag: Any, keys: Array, numbers: Array, first: int, tokens: int, end: int, scratch: Any,
     dim: int, block_size: int, packed: Any,
 ) -> None:  # fmt: skip
     """scores[head, token] = query[head] · key; prefetch as many tokens that follow before `end`."""
     query, scores = scratch.queries + 4 * done * dim, scratch.scores + done * STRIDE
     end = end if done == 0 else 0
     if packed is not None:
-        score_packed_pairs(packed, heads, keys, places, first, tokens, end, query, dim, block_size, scores, STRIDE)
+        score_packed_pairs(packed, heads, keys, numbers, first, tokens, end, query, dim, block_size, scores, STRIDE)
         return
     size = 2 * dim * tag.itemsize
     for at in range(first, first + tokens, 4):
@@ -361,7 +361,7 @@ def _score_pairs(
     """Scores of the pairs first..last-1; prefetch as many that follow before `end`. packed: None, or all are packed."""
     tokens = 2 * (last - first)
     _score_tokens(
-        full, rest, form.group, tag, rows.keys, rows.places, 2 * first, tokens, 2 * end, scratch, form.dim,
+        full, rest, form.group, tag, rows.keys, rows.tokens, 2 * first, tokens, 2 * end, scratch, form.dim,
         form.block_size, packed,
     )  # fmt: skip
 
@@ -376,21 +376,21 @@ def _finish_pairs(
     nothing, none = splat(NOTHING), splat(MASKED)
     for g in range(group):
         for i in range(0, padded, 16):
-            more, place = load_f32(address_of(rows.added) + 4 * (2 * first + i)), scores + g * STRIDE + 4 * i
-            store(place, choose_less(more, nothing, none, load_f32(place) + more))
+            more, address = load_f32(address_of(rows.added) + 4 * (2 * first + i)), scores + g * STRIDE + 4 * i
+            store(address, choose_less(more, nothing, none, load_f32(address) + more))
 
 
 @by_tiles
 @borrowing
 def _add_tokens(
-    heads: Any, done: int, tag: Any, part: int, vectors: Array, places: Array, first: int, tokens: int, end: int,
+    heads: Any, done: int, tag: Any, part: int, vectors: Array, numbers: Array, first: int, tokens: int, end: int,
     dim: int, block_size: int, weights: int, sums: int, packed: Any, spare: int,
 ) -> None:  # fmt: skip
     """sums[head] += weights[head, token] · the value (part 0) or key (1); prefetch as `_score_tokens` does."""
     weights, sums, end = weights + done * STRIDE, sums + 4 * done * dim, end if done == 0 else 0
     if packed is not None:
         add_packed_pairs(
-            packed, heads, part, vectors, places, first, tokens, dim, block_size, weights, STRIDE, sums, spare
+            packed, heads, part, vectors, numbers, first, tokens, dim, block_size, weights, STRIDE, sums, spare
         )  # fmt: skip
         return
     wide, share = dim - dim % 64, 64 * tag.itemsize
@@ -417,7 +417,7 @@ def _add_pairs(
     """As `_add_blocks`, of pairs; the last arguments as for `_score_pairs`."""
     vectors, end = (rows.values, 2 * end) if part == 0 else (rows.keys, 0)
     _add_tokens(
-        full, rest, form.group, tag, part, vectors, rows.places, 2 * first, 2 * (last - first), end, form.dim,
+        full, rest, form.group, tag, part, vectors, rows.tokens, 2 * first, 2 * (last - first), end, form.dim,
         form.block_size, weights, sums, packed, spare,
     )  # fmt: skip
 
@@ -435,8 +435,8 @@ def _add_squares(rows: Any, first: int, pairs: int, group: int, weights: int, fa
         for i in range(0, pairs, 16):
             y = run_totals(weights + g * STRIDE + 8 * i, _PAIR)
             square = fma(y * y, load_f32(address_of(rows.drawn) + 4 * (first + i)), square)
-        fade, place = get(fades + 4 * g), sums + 4 * g
-        put(place, get(place) * fade * fade + lane_sum(square))
+        fade, address = get(fades + 4 * g), sums + 4 * g
+        put(address, get(address) * fade * fade + lane_sum(square))
 
 
 @borrowing
@@ -450,11 +450,11 @@ def _find_pair(
     """
     token = 2 * np.int64(pair)
     block, offset = token >> lowest_bit(block_size), token & (block_size - 1)  # quicker than a division
-    place = record_of(block_ptr[table[block]], h, 2 * block_size * line, packed)
+    record = record_of(block_ptr[table[block]], h, 2 * block_size * line, packed)
     checked = holes[block] != 0 or token + 2 > length
     if packed is not None:
-        return token, place, offset, checked
-    key = place + offset * line
+        return token, record, offset, checked
+    key = record + offset * line
     return token, key, key + block_size * line, checked
 
 
@@ -468,7 +468,7 @@ def _list_pairs(
     b, h, line, block_ptr = head // kv_heads, head % kv_heads, dim * blocks.tag.itemsize, blocks.block_ptr
     items, weights, table, holes = attention.items[b, h], pairs.weights[b, h], blocks.table[b], blocks.holes[b]
     valid, skipped = blocks.valid[b], pairs.skipped[b if skips else 0 : (b if skips else 0) + 1]
-    keys, values, places, added, drawn = rows.keys, rows.values, rows.places, rows.added, rows.drawn
+    keys, values, numbers, added, drawn = rows.keys, rows.values, rows.tokens, rows.added, rows.drawn
     front, back = 0, count
     for i in range(count):
         weight = weights[begin + i]
@@ -479,7 +479,7 @@ def _list_pairs(
         if packed is not None:
             if is_packed(key):
                 at, distance, front = 2 * front, 0, front + 1
-                places[at], places[at + 1] = value, value + 1
+                numbers[at], numbers[at + 1] = value, value + 1
                 if i < step:
                     fetch_pair(packed, key - 1, value, dim, block_size)
                 value = key
@@ -664,9 +664,9 @@ def attend_part(
         raw = attention.scores + head * group * raw_stride + 4 * begin * unit
     state = sums + partial_state(group, dim, wants_kbar)
     target = Target(sums, sums + part if wants_kbar else 0, state, raw, raw_stride)
-    for place in range(0, part, 64):
-        source = attention.query + head * part + place
-        store(queries + place, load_f32(source) * splat(np.float32(attention.scale)))
+    for offset in range(0, part, 64):
+        source = attention.query + head * part + offset
+        store(queries + offset, load_f32(source) * splat(np.float32(attention.scale)))
     clear_part(sums, dim, group, wants_kbar)
     _attend_list(
         attention.pairs, full, rest, attention, attention.blocks.packed, form, lists, scratch, target, head, begin,

@@ -72,8 +72,8 @@ def tail_of_head(
     scratch = np.empty((part + 3 * state_step) // 4 + 4 * max(size, 16), np.float32)
     queries = address_of(scratch)
     state = queries + part
-    for place in range(0, part, 64):
-        store(queries + place, load_f32(address_of(query) + place) * splat(np.float32(scale)))
+    for offset in range(0, part, 64):
+        store(queries + offset, load_f32(address_of(query) + offset) * splat(np.float32(scale)))
     for head in range(group):
         put(state + 4 * head, NOTHING)
         put(state + state_step + 4 * head, np.float32(0.0))

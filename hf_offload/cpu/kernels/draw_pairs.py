@@ -296,7 +296,7 @@ def draw_head(
     shares = np.empty(min(each, last - first) + 16, np.float32)
     for chunk in range(first // each, (last + each - 1) // each):
         begin, end = max(first, chunk * each), min(last, (chunk + 1) * each)
-        size, places = 4 * (end - begin), address_of(order) + 4 * (begin - begins)
+        size, ordered = 4 * (end - begin), address_of(order) + 4 * (begin - begins)
         for g in range(len(factors)):
             factor, head = splat(factors[g, chunk] * np.float32(samples)), address_of(masses[g]) + 2 * begin
             for i in range(0, size, 64):
@@ -308,7 +308,7 @@ def draw_head(
         for i in range(end - begin, (end - begin + 15) & ~15):
             shares[i] = np.float32(0.0)
         for i in range(0, size, 64):
-            hits = exceeds(load_f32(address_of(shares) + i), places + i, shift)
+            hits = exceeds(load_f32(address_of(shares) + i), ordered + i, shift)
             while hits != 0:
                 at = i // 4 + lowest_bit(hits)
                 hits &= hits - 1
@@ -324,10 +324,10 @@ def draw_head(
 @jit
 def finish_weights(weights: Array, count: int) -> None:
     """Turn x into log weights: log(1 / x), 0 where x is at least 1."""
-    zero, place = splat(np.float32(0.0)), address_of(weights)
+    zero, address = splat(np.float32(0.0)), address_of(weights)
     whole = count & ~15
     for i in range(0, 4 * whole, 64):
-        store(place + i, vmax(zero - log(load_f32(place + i)), zero))
+        store(address + i, vmax(zero - log(load_f32(address + i)), zero))
     for i in range(whole, count):
         weights[i] = max(np.float32(-math.log(weights[i])), np.float32(0.0))
     hold(weights)

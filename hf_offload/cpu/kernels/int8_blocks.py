@@ -235,8 +235,8 @@ def _add_keys(
     heads: Any, record: int, dim: int, block_size: int, weights: int, stride: int, sums: int, spare: int
 ) -> None:
     """`block.add_weighted` for all keys of a packed record, in floats."""
-    for place in range(spare, spare + 4 * len(heads) * dim, 64):
-        store(place, splat(np.float32(0.0)))
+    for address in range(spare, spare + 4 * len(heads) * dim, 64):
+        store(address, splat(np.float32(0.0)))
     add_weighted(CODES, heads, record, 0, dim, block_size, weights, stride, spare, 0, block_size)
     words = record + 2 * block_size * dim
     for head in range(len(heads)):
@@ -244,9 +244,9 @@ def _add_keys(
         for token in range(block_size):
             whole += get(weights + head * stride + 4 * token)
         for d in range(0, dim, 16):
-            place = 4 * (head * dim + d)
-            known = fma(splat(whole), load_low(words + 4 * d), load_f32(sums + place))
-            store(sums + place, fma(load_f32(spare + place), load_high(words + 4 * d), known))
+            offset = 4 * (head * dim + d)
+            sum_so_far = fma(splat(whole), load_low(words + 4 * d), load_f32(sums + offset))
+            store(sums + offset, fma(load_f32(spare + offset), load_high(words + 4 * d), sum_so_far))
 
 
 # --- listed pairs ----------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def _scaled_keys(codes: Any, words: Any) -> Any:
 
 @jit
 def _score_pairs(
-    heads: Any, records: Array, places: Array, first: int, tokens: int, end: int, query: int, dim: int,
+    heads: Any, records: Array, numbers: Array, first: int, tokens: int, end: int, query: int, dim: int,
     block_size: int, scores: int, stride: int,
 ) -> None:  # fmt: skip
     for i in range(0, tokens, 4):
@@ -281,9 +281,9 @@ def _score_pairs(
         other = at + 2 if i + 2 < tokens else at
         for following in (at + tokens, at + tokens + 2):
             if following < end:
-                _fetch_pair(records[following] - 1, places[following], dim, block_size)
+                _fetch_pair(records[following] - 1, numbers[following], dim, block_size)
         a, b = records[at] - 1, records[other] - 1
-        key, more = a + places[at] * dim, b + places[other] * dim
+        key, more = a + numbers[at] * dim, b + numbers[other] * dim
         words, others = a + 2 * block_size * dim, b + 2 * block_size * dim
         tile = zeros(heads, 4)
         for d in range(0, dim, 16):
@@ -295,19 +295,19 @@ def _score_pairs(
 
 @jit
 def _sum_pairs(
-    tile: Any, heads: Any, records: Array, places: Array, first: int, tokens: int, dim: int, block_size: int, d: int,
+    tile: Any, heads: Any, records: Array, numbers: Array, first: int, tokens: int, dim: int, block_size: int, d: int,
     step: int, spare: int,
 ) -> Any:  # fmt: skip
     """Add the products of the pairs' values from channel d on with int16 weights, heads `step` bytes apart."""
     for i in range(0, tokens, 2):
-        values = records[first + i] - 1 + (block_size + places[first + i]) * dim
+        values = records[first + i] - 1 + (block_size + numbers[first + i]) * dim
         tile = add_value_pairs(tile, values + 2 * d, spare + _UNITS + 2 * i, step, heads)
     return tile
 
 
 @jit
 def _add_pairs(
-    heads: Any, part: int, records: Array, places: Array, first: int, tokens: int, dim: int, block_size: int,
+    heads: Any, part: int, records: Array, numbers: Array, first: int, tokens: int, dim: int, block_size: int,
     weights: int, stride: int, sums: int, spare: int,
 ) -> None:  # fmt: skip
     if part == 1:
@@ -316,7 +316,7 @@ def _add_pairs(
             for i in range(tokens):
                 record = records[first + i] - 1
                 words = record + 2 * block_size * dim + 4 * d
-                codes = load(CODES, record + places[first + i] * dim + d)
+                codes = load(CODES, record + numbers[first + i] * dim + d)
                 key = fma(codes, load_high(words), load_low(words))
                 keys = outer_fma(keys, (key,), spread(weights + 4 * i, stride, heads))
             store_tile(sums + 4 * d, 4 * dim, heads, keys)
@@ -326,16 +326,16 @@ def _add_pairs(
     for i in range(0, 2 * width, 64):
         store(scales + i, splat(np.float32(0.0)))
     for i in range(0, tokens, 2):  # two bfloat16 at a time
-        put(scales + 2 * i, get(records[first + i] - 1 + 2 * (block_size + 2) * dim + 2 * places[first + i]))
+        put(scales + 2 * i, get(records[first + i] - 1 + 2 * (block_size + 2) * dim + 2 * numbers[first + i]))
     _fold_weights(heads, weights, stride, width, scales, spare)
     wide = dim - dim % 64
     for d in range(0, wide, 64):
         tile = no_sums(heads, 4)
-        tile = _sum_pairs(tile, heads, records, places, first, tokens, dim, block_size, d, 2 * width, spare)
+        tile = _sum_pairs(tile, heads, records, numbers, first, tokens, dim, block_size, d, 2 * width, spare)
         add_sums(sums + 4 * d, 4 * dim, spare, heads, tile)
     for d in range(wide, dim, 16):
         strip = no_sums(heads, 1)
-        strip = _sum_pairs(strip, heads, records, places, first, tokens, dim, block_size, d, 2 * width, spare)
+        strip = _sum_pairs(strip, heads, records, numbers, first, tokens, dim, block_size, d, 2 * width, spare)
         add_sums(sums + 4 * d, 4 * dim, spare, heads, strip)
 
 
@@ -414,8 +414,8 @@ def _pack(
     for token in range(0, block_size, 2):
         even, odd = splat(get(peaks + 4 * token)), splat(get(peaks + 4 * token + 4))
         for d in range(0, dim, 16):
-            place = values + token * value_step + d * tag.itemsize
-            x, y = _clean(tag, place) * even, _clean(tag, place + value_step) * odd
+            address = values + token * value_step + d * tag.itemsize
+            x, y = _clean(tag, address) * even, _clean(tag, address + value_step) * odd
             store_value_codes(codes + token * dim + 2 * d, x, y)
 
 
@@ -448,10 +448,10 @@ def _unpack(tag: Any, address: int, key: int, value: int, token: int, count: int
     """Write `count` tokens from `token` on of a record, packed or not, as float32 [count, D]."""
     if not is_packed(address):
         size = dim * tag.itemsize
-        for place in range(0, count * dim, 16):
-            at = address + token * size + place * tag.itemsize
-            store(key + 4 * place, load(tag, at))
-            store(value + 4 * place, load(tag, at + block_size * size))
+        for entry in range(0, count * dim, 16):
+            at = address + token * size + entry * tag.itemsize
+            store(key + 4 * entry, load(tag, at))
+            store(value + 4 * entry, load(tag, at + block_size * size))
         return
     record = address - 1
     words = record + 2 * block_size * dim

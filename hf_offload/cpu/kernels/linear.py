@@ -66,7 +66,7 @@ def load_pair(typing: Any, tag: Any, address: Any) -> Any:
             vectors = [builder.bitcast(half, FLOATS) for half in halves]
         else:
             second = builder.add(args[1], ir.Constant(args[1].type, 2 * tag.dtype.bitwidth))
-            vectors = [emit_widen(context, builder, tag.dtype, place) for place in (args[1], second)]
+            vectors = [emit_widen(context, builder, tag.dtype, row) for row in (args[1], second)]
         return context.make_tuple(builder, uniform(VECTOR, 2), vectors)
 
     return uniform(VECTOR, 2)(tag, types.int64), emit

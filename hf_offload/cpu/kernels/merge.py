@@ -26,11 +26,11 @@ def join_kernel(
             mine, one, two = math.exp(lse[b, h] - peak), math.exp(one_lse[b, h] - peak), math.exp(two_lse[b, h] - peak)
             total = mine + one + two
             here = address_of(out[b, h])
-            for place, share in ((address_of(one_out[b, h]), one), (address_of(two_out[b, h]), two)):
+            for source, share in ((address_of(one_out[b, h]), one), (address_of(two_out[b, h]), two)):
                 if share > 0.0:  # a partial over no token may hold any bytes
                     weight, keep = splat(np.float32(share / total)), splat(np.float32(mine / total))
                     for d in range(0, 4 * dim, 64):
-                        store(here + d, fma(load_f32(place + d), weight, load_f32(here + d) * keep))
+                        store(here + d, fma(load_f32(source + d), weight, load_f32(here + d) * keep))
                     mine = total
             if mine != total:
                 keep = splat(np.float32(mine / total))

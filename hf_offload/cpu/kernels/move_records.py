@@ -49,14 +49,14 @@ def move_kernel(
             for h in range(heads):
                 for part in range(2):
                     strides = value_strides if part else key_strides
-                    place = record + (2 * h + part) * half
+                    address = record + (2 * h + part) * half
                     tensor = (values if part else keys) + b * strides[0] + h * strides[1] + token * strides[2]
                     run = count if strides[2] == row else 1  # tokens that are contiguous on both sides
                     for i in range(0, count, run):
                         if into_pool:
-                            copy_bytes(place + i * row, tensor + i * strides[2], run * row)
+                            copy_bytes(address + i * row, tensor + i * strides[2], run * row)
                         else:
-                            copy_bytes(tensor + i * strides[2], place + i * row, run * row)
+                            copy_bytes(tensor + i * strides[2], address + i * row, run * row)
             token += count
         task = next_task(ticket)
 

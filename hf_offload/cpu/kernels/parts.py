@@ -64,8 +64,8 @@ def partial_state(group: int, dim: int, wants_kbar: bool) -> int:
 def clear_part(part: int, dim: int, group: int, wants_kbar: bool) -> None:
     """Reset the partial result at an address to that of no token."""
     state = part + partial_state(group, dim, wants_kbar)
-    for place in range(part, state, 64):
-        store(place, splat(np.float32(0.0)))
+    for address in range(part, state, 64):
+        store(address, splat(np.float32(0.0)))
     for g in range(group):
         put(state + 4 * g, NOTHING)
         put(state + 4 * (group + g), np.float32(0.0))
@@ -83,11 +83,11 @@ def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, ma
     """
     for head in range(group):
         for d in range(0, dim, 16):
-            place = sums + 4 * (head * dim + d)
+            offset = sums + 4 * (head * dim + d)
             total = splat(np.float32(0.0))
             for row in range(rows):
                 share = splat(get(first + row * step + masses + 4 * head))
-                total = fma(load_f32(first + row * step + place), share, total)
+                total = fma(load_f32(first + row * step + offset), share, total)
             store(target + 4 * (head * dim + d), total)
 
 
@@ -95,18 +95,18 @@ def _merge(first: int, rows: int, step: int, dim: int, group: int, sums: int, ma
 def merge_masses(first: int, rows: int, step: int, group: int, state: int, state_step: int, lse: Array) -> None:
     """Write each head's lse [group], and into each part's fade the factor of its sums in the merged result."""
     for head in range(group):
-        place = first + state + 4 * head
+        state_of_head = first + state + 4 * head
         peak, mass = NOTHING, np.float32(0.0)
         for row in range(rows):
-            peak = max(peak, get(place + row * step))
+            peak = max(peak, get(state_of_head + row * step))
         for row in range(rows):
-            fade = np.float32(math.exp(get(place + row * step) - peak))
-            put(place + row * step + 2 * state_step, fade)
-            mass += get(place + row * step + state_step) * fade
+            fade = np.float32(math.exp(get(state_of_head + row * step) - peak))
+            put(state_of_head + row * step + 2 * state_step, fade)
+            mass += get(state_of_head + row * step + state_step) * fade
         none = mass == np.float32(0.0)
         inverse = np.float32(0.0) if none else np.float32(1.0) / mass
         for row in range(rows):
-            share = place + row * step + 2 * state_step
+            share = state_of_head + row * step + 2 * state_step
             put(share, get(share) * inverse)
         lse[head] = -np.inf if none else peak + np.log(mass)
 

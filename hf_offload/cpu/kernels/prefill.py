@@ -69,16 +69,16 @@ _LAUNCH_OPERATIONS = 1e11  # of a launch at most, half a second: between two lau
 def pack_keys(tag: Any, pairs: Any, rows: Array, keys: int, dim: int, target: int) -> None:
     """Write keys as columns: `[dim / 2, TILE]` pairs of channels, or `[dim, TILE]` float32."""
     for token in range(0, keys, 16):
-        first, place = address_of(rows) + 8 * token, target + 4 * token
+        first, to = address_of(rows) + 8 * token, target + 4 * token
         if pairs is None:
             for d in range(0, dim, 16):
-                transpose(tag, first, d * tag.itemsize, place + 4 * TILE * d, 4 * TILE, 16)
+                transpose(tag, first, d * tag.itemsize, to + 4 * TILE * d, 4 * TILE, 16)
         else:
             for d in range(0, dim & ~31, 32):
-                transpose(_FLOAT, first, 2 * d, place + 2 * TILE * d, 4 * TILE, 16)
+                transpose(_FLOAT, first, 2 * d, to + 2 * TILE * d, 4 * TILE, 16)
             if dim & 31:
                 d = dim & ~31
-                transpose(_FLOAT, first, 2 * d, place + 2 * TILE * d, 4 * TILE, 8)
+                transpose(_FLOAT, first, 2 * d, to + 2 * TILE * d, 4 * TILE, 8)
 
 
 @jit
@@ -294,8 +294,8 @@ def prefill_kernel(
     fades, tops, row_sums = np.empty(16, np.float32), np.full(16, -np.inf, np.float32), np.zeros((16, 16), np.float32)
     limits, seen, hidden = np.empty(most, np.int64), np.empty(_TALL, np.int64), np.empty(TILE, np.float32)
     key_rows, value_rows = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
-    for place in range(zero, zero + line, 4):
-        put(place, np.float32(0.0))
+    for address in range(zero, zero + line, 4):
+        put(address, np.float32(0.0))
     unit = 1.0 if cap is not None else scale  # of scores and peaks, in logits
     factor = np.float32(unit * _LOG2_E)
     rest = np.float32(unit * _LOG2_E / factor - 1.0)
@@ -310,7 +310,7 @@ def prefill_kernel(
         count = (q1 - q0) * group
         padded = (count + _TALL - 1) // _TALL * _TALL
         for r in range(padded):
-            place, source = rows + r * dim * width, query[0]
+            to, source = rows + r * dim * width, query[0]
             if r < count:
                 g = h * group + r % group
                 source += b * query[1][0] + g * query[1][1] + (q0 + r // group) * query[1][2]
@@ -318,10 +318,10 @@ def prefill_kernel(
             else:
                 g, source, limits[r] = h * group, zero, 0
             if pairs is not None:
-                copy_bytes(place, source, line)
+                copy_bytes(to, source, line)
             else:
                 for d in range(0, dim, 16):
-                    store(place + 4 * d, load(tag, source + d * item))
+                    store(to + 4 * d, load(tag, source + d * item))
             for d in range(0, dim, 16):
                 store(sums + 4 * (r * dim + d), splat(np.float32(0.0)))
             with_sink = sinks.shape[0] > 0
@@ -440,9 +440,9 @@ def prefill_attention(
     group, item = heads // kv_heads, query.element_size()
     each = min(max(ROWS // group, 1), max(length, 1))
     pairs = True if query.dtype == torch.bfloat16 and _dots_are_fast() else None
-    places = [(address, strides[:3]) for address, strides, _ in map(layout_of, (query, key, value))]
+    layouts = [(address, strides[:3]) for address, strides, _ in map(layout_of, (query, key, value))]
     args = (
-        tag, pairs, *places, block_ptr, table, valid, block_size, cached, key.shape[2], fresh_first, position,
+        tag, pairs, *layouts, block_ptr, table, valid, block_size, cached, key.shape[2], fresh_first, position,
         length, each, kv_heads, group, dim, float(scale), None if softcap is None else float(softcap),
         sinks, out.numpy(), lse.numpy(),
     )  # fmt: skip

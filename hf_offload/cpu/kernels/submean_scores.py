@@ -28,12 +28,12 @@ from hf_offload.cpu.simd.vectors import lowest_bit, words_with
 
 
 class Sweep(NamedTuple):
-    """State of the row-wise prefetch of one array: table[place] is the block, `line` the next cache line of its row."""
+    """State of the row-wise prefetch of one array: the block is table[position], `line` its next cache line."""
 
     base: int
     row: int
     lines: int
-    place: int
+    position: int
     line: int
     each: int
 
@@ -51,17 +51,17 @@ def sweep_from(base: int, row: int, begin: int, end: int, h: int, kv_heads: int,
 @jit
 def sweep_on(sweep: Any, table: Array, end: int) -> Any:
     """Prefetch the lines of one step, none of blocks from `end` on; return the advanced `Sweep`."""
-    place, line, left = sweep.place, sweep.line, sweep.each
-    while left > 0 and place < end:
-        start = sweep.base + table[place] * sweep.row
+    position, line, left = sweep.position, sweep.line, sweep.each
+    while left > 0 and position < end:
+        start = sweep.base + table[position] * sweep.row
         upto = min(line + left, sweep.lines)
         for i in range(line, upto):
             prefetch(start + i * LINE, 2)
         left -= upto - line
         line = upto
         if line == sweep.lines:
-            place, line = place + 1, 0
-    return Sweep(sweep.base, sweep.row, sweep.lines, place, line, sweep.each)
+            position, line = position + 1, 0
+    return Sweep(sweep.base, sweep.row, sweep.lines, position, line, sweep.each)
 
 
 SUBMEANS = (4, 8, 16, 32, 64)
@@ -146,12 +146,12 @@ def _prepare_query(
 @by_tiles
 @jit
 def _score_step(
-    heads: Any, done: int, pieces: Any, dim: int, count: int, places: int, later: int, octets: int, starts: int,
+    heads: Any, done: int, pieces: Any, dim: int, count: int, pieces_at: int, later: int, octets: int, starts: int,
     facts: int, cap: Any, scores: int, stride: int,
 ) -> None:  # fmt: skip
     """Scores of two registers of pairs for a register tile of heads, from head `done` of the group on.
 
-    places: addresses of the codes, levels, sizes and biases, 2 * pieces each.
+    pieces_at: addresses of the codes, levels, sizes and biases, 2 * pieces each.
     later: address of as many addresses to prefetch, spread evenly over the step; 0: none.
     """
     right, later = 8 * len(pieces), later if done == 0 else 0
@@ -163,22 +163,22 @@ def _score_step(
     for d in range(0, dim // 2, 4):
         if later != 0 and d * count % LINE == 0:
             prefetch_word_pair(later, later + right, d * count, pieces)
-        words = load_word_pair(places, places + right, d * count, pieces)
+        words = load_word_pair(pieces_at, pieces_at + right, d * count, pieces)
         sums = add_code_dots(sums, words, octets + 2 * d, dim, heads)
     swings = start_counters(starts + 4, 8, heads)
     for d in range(0, dim, 16):
         if later != 0 and d // 4 * count % LINE == 0:
             prefetch_word_pair(later + 2 * right, later + 3 * right, d // 4 * count, pieces)
-        words = load_word_pair(places + 2 * right, places + 3 * right, d // 4 * count, pieces)
+        words = load_word_pair(pieces_at + 2 * right, pieces_at + 3 * right, d // 4 * count, pieces)
         swings = add_level_dots(swings, words, octets + d, dim, heads)
-    store_scores(sums, swings, places + 4 * right, pieces, facts, cap, scores, stride, heads)
+    store_scores(sums, swings, pieces_at + 4 * right, pieces, facts, cap, scores, stride, heads)
 
 
 @jit
-def _find_places(
-    digest: Any, table: Array, h: int, n: int, end: int, part: int, places: Array, first: int, registers: int
+def _find_addresses(
+    digest: Any, table: Array, h: int, n: int, end: int, part: int, addresses: Array, first: int, registers: int
 ) -> None:
-    """Write the addresses that `_score_step` reads to places[first:], for the blocks from n on, up to end - 1.
+    """Write the addresses that `_score_step` reads to addresses[first:], for the blocks from n on, up to end - 1.
 
     A register holds one or more blocks, or a part of one (from `part` bytes on).
     """
@@ -188,10 +188,10 @@ def _find_places(
         p = np.int64(table[min(n + i, end - 1)] if count <= 16 else table[min(n, end - 1)])
         offset = 0 if count <= 16 else part + 64 * i
         at, record = first + i, p * kv_heads + h
-        places[at] = address_of(codes) + record * codes.shape[2] + offset
-        places[at + registers] = address_of(levels) + record * 4 * levels.shape[2] * count + offset
-        places[at + 2 * registers] = address_of(sizes) + record * 4 * count + offset
-        places[at + 3 * registers] = address_of(bias) + p * 4 * count + offset
+        addresses[at] = address_of(codes) + record * codes.shape[2] + offset
+        addresses[at + registers] = address_of(levels) + record * 4 * levels.shape[2] * count + offset
+        addresses[at + 2 * registers] = address_of(sizes) + record * 4 * count + offset
+        addresses[at + 3 * registers] = address_of(bias) + p * 4 * count + offset
 
 
 def score_submeans(
@@ -202,7 +202,7 @@ def score_submeans(
     pieces, count, dim = digest.pieces, digest.sizes.shape[2], query.shape[2]
     step = 2 * len(pieces) if count <= 16 else 1
     octets, starts = np.empty((group, dim), np.int8), np.empty((group, 2), np.int32)
-    facts, places = np.empty((group, 3), np.float32), np.empty(16 * len(pieces), np.int64)
+    facts, addresses = np.empty((group, 3), np.float32), np.empty(16 * len(pieces), np.int64)
     for g in range(group):
         _prepare_query(
             query[b, h * group + g], digest.center[b, h], digest.sigma[b, h], scale, octets[g], starts[g], facts[g]
@@ -218,16 +218,16 @@ def score_submeans(
         size_sweep = sweep_on(size_sweep, table[b], reach)
         ahead = n + _AHEAD * step
         for part in range(0, 4 * count, 128):
-            _find_places(digest, table[b], h, n, end, part, places, 0, registers)
+            _find_addresses(digest, table[b], h, n, end, part, addresses, 0, registers)
             later = 0
             if ahead < end:
-                _find_places(digest, table[b], h, ahead, end, part, places, 4 * registers, registers)
-                later = address_of(places) + 32 * registers
+                _find_addresses(digest, table[b], h, ahead, end, part, addresses, 4 * registers, registers)
+                later = address_of(addresses) + 32 * registers
             _score_step(
-                full, rest, group, pieces, dim, count, address_of(places), later, address_of(octets),
+                full, rest, group, pieces, dim, count, address_of(addresses), later, address_of(octets),
                 address_of(starts), address_of(facts), cap, out + 4 * (n - begin) * count + part, stride,
             )  # fmt: skip
-    hold((places, octets, starts, facts))
+    hold((addresses, octets, starts, facts))
 
 
 _SIGN = 0x8000  # of the size of a pair

@@ -74,8 +74,8 @@ def scale_rows(
             found.append(builder.bitcast(size, FLOATS))
         return context.make_tuple(builder, peaks, found)
 
-    place = types.int64
-    return peaks(peaks, place, place, VECTOR, place, place, heads), emit
+    ptr = types.int64
+    return peaks(peaks, ptr, ptr, VECTOR, ptr, ptr, heads), emit
 
 
 @lowered
@@ -98,8 +98,8 @@ def choose_units(typing: Any, peaks: Any, units: Any) -> Any:
             builder.fcmp_ordered("<", quad, tiny), ir.Constant(_QUAD, None), builder.fdiv(top, quad)
         )
         for offset, value in ((0, builder.fdiv(quad, top)), (16, inverse)):
-            place = builder.add(args[1], ir.Constant(_LONG, offset))
-            builder.store(value, pointer(builder, place, _QUAD), align=4)
+            ptr = builder.add(args[1], ir.Constant(_LONG, offset))
+            builder.store(value, pointer(builder, ptr, _QUAD), align=4)
 
     return types.void(peaks, types.int64), emit
 
@@ -111,8 +111,8 @@ def round_rows(typing: Any, rows: Any, row_step: Any, units: Any, target: Any, t
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for head in range(heads.count):
             row = emit_widen(context, builder, types.float32, emit_offset(builder, args[0], args[1], head))
-            place = builder.add(args[2], ir.Constant(_LONG, 16 + 4 * head))
-            inverse = emit_splat(builder, builder.load(pointer(builder, place, FLOAT), align=4))
+            ptr = builder.add(args[2], ir.Constant(_LONG, 16 + 4 * head))
+            inverse = emit_splat(builder, builder.load(pointer(builder, ptr, FLOAT), align=4))
             shorts = builder.trunc(
                 builder.bitcast(emit_fma(builder, row, inverse, ROUNDER), WORDS), ir.VectorType(BITS16, LANES)
             )
@@ -164,9 +164,9 @@ def narrow_kernel(ticket: Array, tasks: int, tag: Array, source: Array, target: 
     count = source.shape[1]
     row = count_up(ticket, 0)
     while row < tasks:
-        place = address_of(source[row])
+        ptr = address_of(source[row])
         for i in range(count):
-            put_rounded(tag, target + tag.itemsize * (row * count + i), get(place + 4 * i))
+            put_rounded(tag, target + tag.itemsize * (row * count + i), get(ptr + 4 * i))
         row = next_task(ticket)
     hold(source)
 
@@ -200,9 +200,9 @@ def widen_kernel(
     b = count_up(ticket, 0)
     while b < tasks:
         for h in range(heads):
-            place = source + b * row_stride + h * head_stride
+            ptr = source + b * row_stride + h * head_stride
             for d in range(0, dim, LANES):
-                store(address_of(query[b, h]) + 4 * d, load(tag, place + d * tag.itemsize))
+                store(address_of(query[b, h]) + 4 * d, load(tag, ptr + d * tag.itemsize))
         b = next_task(ticket)
 
 
@@ -238,8 +238,8 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 
 
 def _load(builder: Any, name: str, kind: Any, address: Any, align: int, mask: Any, others: Any) -> Any:
-    place = pointer(builder, address, kind)
-    return emit_call(builder, f"llvm.masked.load.{name}.p0", kind, place, ir.Constant(BITS32, align), mask, others)
+    ptr = pointer(builder, address, kind)
+    return emit_call(builder, f"llvm.masked.load.{name}.p0", kind, ptr, ir.Constant(BITS32, align), mask, others)
 
 
 def _emit_marks(builder: Any, octets: Any) -> Any:
@@ -253,8 +253,8 @@ def _load_some(builder: Any, address: Any, count: Any) -> Any:
 
 @lowered_as(types.void(types.int64, types.int64, VECTOR))
 def _store_some(builder: Any, address: Any, count: Any, vector: Any) -> None:
-    place, mask = pointer(builder, address, FLOATS), _first_lanes(builder, count)
-    emit_call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), vector, place, ir.Constant(BITS32, 4), mask)
+    ptr, mask = pointer(builder, address, FLOATS), _first_lanes(builder, count)
+    emit_call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), vector, ptr, ir.Constant(BITS32, 4), mask)
 
 
 @lowered_as(VECTOR(types.int64, types.int64))

@@ -63,14 +63,14 @@ class _WordsModel(models.PrimitiveModel):
         super().__init__(manager, numba_type, WORDS)
 
 
-def _emit_pieces(builder: Any, places: Any, offset: Any, pieces: int) -> Any:
-    """Concatenate 16 / pieces words from each of the `pieces` addresses listed at `places`."""
+def _emit_pieces(builder: Any, ptrs: Any, offset: Any, pieces: int) -> Any:
+    """Concatenate 16 / pieces words from each of the `pieces` addresses listed at `ptrs`."""
     width = LANES // pieces
     short = ir.VectorType(BITS32, width)
     parts = []
     for i in range(pieces):
-        place = builder.add(places, ir.Constant(_LONG, 8 * i))
-        address = builder.add(builder.load(pointer(builder, place, _LONG)), offset)
+        ptr = builder.add(ptrs, ir.Constant(_LONG, 8 * i))
+        address = builder.add(builder.load(pointer(builder, ptr, _LONG)), offset)
         parts.append(builder.load(pointer(builder, address, short), align=1))
     while len(parts) > 1:
         size = 2 * parts[0].type.count
@@ -84,7 +84,7 @@ def load_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: Any)
     kind = uniform(WORDS_TYPE, 2)
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vectors = [_emit_pieces(builder, places, args[2], pieces.count) for places in args[:2]]
+        vectors = [_emit_pieces(builder, ptrs, args[2], pieces.count) for ptrs in args[:2]]
         return context.make_tuple(builder, kind, vectors)
 
     return kind(types.int64, types.int64, types.int64, pieces), emit
@@ -95,10 +95,10 @@ def prefetch_word_pair(typing: Any, left: Any, right: Any, offset: Any, pieces: 
     """Prefetch the lines that `load_word_pair` reads into the second-level cache."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        for places in args[:2]:
+        for ptrs in args[:2]:
             for i in range(pieces.count):
-                place = builder.add(places, ir.Constant(_LONG, 8 * i))
-                emit_prefetch(builder, builder.add(builder.load(pointer(builder, place, _LONG)), args[2]), 2)
+                ptr = builder.add(ptrs, ir.Constant(_LONG, 8 * i))
+                emit_prefetch(builder, builder.add(builder.load(pointer(builder, ptr, _LONG)), args[2]), 2)
 
     return types.void(types.int64, types.int64, types.int64, pieces), emit
 
@@ -134,16 +134,16 @@ def start_counters(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         vectors = []
         for head in range(heads.count):
-            place = builder.add(args[0], builder.mul(args[1], ir.Constant(_LONG, head)))
-            vectors += [_emit_word(builder, place)] * 2
+            ptr = builder.add(args[0], builder.mul(args[1], ir.Constant(_LONG, head)))
+            vectors += [_emit_word(builder, ptr)] * 2
         return context.make_tuple(builder, kind, vectors)
 
     return kind(types.int64, types.int64, heads), emit
 
 
-def _emit_word(builder: Any, place: Any) -> Any:
+def _emit_word(builder: Any, ptr: Any) -> Any:
     """The 32 bits at an address in every lane."""
-    return emit_splat(builder, builder.load(pointer(builder, place, BITS32), align=4), WORDS)
+    return emit_splat(builder, builder.load(pointer(builder, ptr, BITS32), align=4), WORDS)
 
 
 @lowered
@@ -196,7 +196,7 @@ def store_scores(
     typing: Any,
     sums: Any,
     swings: Any,
-    places: Any,
+    ptrs: Any,
     pieces: Any,
     facts: Any,
     cap: Any,
@@ -209,7 +209,7 @@ def store_scores(
     score = mean + bias + log cosh(swing), where mean = sum * scale * unit + middle and swing = (swing - rest) * size *
     unit; a softcap (or None) applies to the scores of the two keys, mean +- swing. MASKED where the bias is -inf. The
     addresses of the words that hold scale (high half) and size (low half) as bfloat16, then those of the biases, are
-    listed at `places`; a head's unit, middle and rest are float32 at facts + 12 * head.
+    listed at `ptrs`; a head's unit, middle and rest are float32 at facts + 12 * head.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -364,7 +364,7 @@ def add_sums(typing: Any, target: Any, stride: Any, units: Any, heads: Any, tile
             factor = emit_splat(builder, unit)
             for i in range(columns):
                 total = builder.sitofp(builder.extract_value(args[4], head * columns + i), FLOATS)
-                place = pointer(builder, emit_offset(builder, args[0], args[1], head, 64 * i), FLOATS)
-                builder.store(emit_fma(builder, total, factor, builder.load(place, align=4)), place, align=4)
+                ptr = pointer(builder, emit_offset(builder, args[0], args[1], head, 64 * i), FLOATS)
+                builder.store(emit_fma(builder, total, factor, builder.load(ptr, align=4)), ptr, align=4)
 
     return types.void(types.int64, types.int64, types.int64, heads, tile), emit

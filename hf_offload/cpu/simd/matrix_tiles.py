@@ -121,8 +121,8 @@ def transpose(typing: Any, tag: Any, rows: Any, offset: Any, target: Any, step: 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         lines = []
         for i in range(LANES):
-            place = builder.add(args[1], ir.Constant(_LONG, 8 * i))
-            row = builder.add(builder.load(pointer(builder, place, _LONG), align=8), args[2])
+            ptr = builder.add(args[1], ir.Constant(_LONG, 8 * i))
+            row = builder.add(builder.load(pointer(builder, ptr, _LONG), align=8), args[2])
             if count == LANES:
                 line = emit_widen(context, builder, tag.dtype, row)
             else:  # what lies beyond the row may be no memory
@@ -137,8 +137,8 @@ def transpose(typing: Any, tag: Any, rows: Any, offset: Any, target: Any, step: 
                 lines[i] = shuffle(builder, old[i], old[i | width], low)
                 lines[i | width] = shuffle(builder, old[i], old[i | width], high)
         for i, line in enumerate(lines[:count]):
-            place = builder.add(args[3], builder.mul(args[4], ir.Constant(_LONG, i)))
-            builder.store(builder.bitcast(line, FLOATS), pointer(builder, place, FLOATS), align=4)
+            ptr = builder.add(args[3], builder.mul(args[4], ir.Constant(_LONG, i)))
+            builder.store(builder.bitcast(line, FLOATS), pointer(builder, ptr, FLOATS), align=4)
 
     return types.void(tag, types.int64, types.int64, types.int64, types.int64, words), emit
 
@@ -146,7 +146,7 @@ def transpose(typing: Any, tag: Any, rows: Any, offset: Any, target: Any, step: 
 @lowered_as(types.void(types.int64, types.int64, types.int64))
 def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
     """Write 16 pairs of the bfloat16 at two addresses."""
-    one, two = (builder.load(pointer(builder, place, _SHORTS), align=2) for place in (first, second))
+    one, two = (builder.load(pointer(builder, ptr, _SHORTS), align=2) for ptr in (first, second))
     lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
     both = shuffle(builder, one, two, lanes)
     builder.store(both, pointer(builder, target, both.type), align=4)

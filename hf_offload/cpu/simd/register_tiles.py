@@ -43,8 +43,8 @@ def _unpack(builder: Any, value: Any, kind: Any) -> list[Any]:
 
 def emit_offset(builder: Any, address: Any, stride: Any, times: int, more: int = 0) -> Any:
     """address + times * stride + more."""
-    place = builder.add(address, builder.mul(stride, ir.Constant(stride.type, times)))
-    return builder.add(place, ir.Constant(stride.type, more))
+    ptr = builder.add(address, builder.mul(stride, ir.Constant(stride.type, times)))
+    return builder.add(ptr, ir.Constant(stride.type, more))
 
 
 @lowered
@@ -74,8 +74,8 @@ def load_columns(typing: Any, tag: Any, address: Any, columns: Any) -> Any:
     count, step = columns.literal_value, 16 * tag.dtype.bitwidth // 8
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        places = [builder.add(args[1], ir.Constant(args[1].type, step * i)) for i in range(count)]
-        return _pack(context, builder, [emit_widen(context, builder, tag.dtype, place) for place in places])
+        ptrs = [builder.add(args[1], ir.Constant(args[1].type, step * i)) for i in range(count)]
+        return _pack(context, builder, [emit_widen(context, builder, tag.dtype, ptr) for ptr in ptrs])
 
     return uniform(VECTOR, count)(tag, types.int64, columns), emit
 
@@ -89,8 +89,8 @@ def load_tile(typing: Any, address: Any, stride: Any, heads: Any, columns: Any) 
         vectors = []
         for head in range(heads.count):
             row = emit_offset(builder, args[0], args[1], head)
-            places = [builder.add(row, ir.Constant(row.type, 64 * i)) for i in range(count)]
-            vectors += [emit_widen(context, builder, types.float32, place) for place in places]
+            ptrs = [builder.add(row, ir.Constant(row.type, 64 * i)) for i in range(count)]
+            vectors += [emit_widen(context, builder, types.float32, ptr) for ptr in ptrs]
         return _pack(context, builder, vectors)
 
     return uniform(VECTOR, heads.count * count)(types.int64, types.int64, heads, columns), emit
@@ -104,8 +104,8 @@ def store_tile(typing: Any, address: Any, stride: Any, heads: Any, tile: Any) ->
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         for i, vector in enumerate(_unpack(builder, args[3], tile)):
             row = emit_offset(builder, args[0], args[1], i // columns)
-            place = builder.add(row, ir.Constant(row.type, 64 * (i % columns)))
-            builder.store(vector, pointer(builder, place, FLOATS), align=4)
+            ptr = builder.add(row, ir.Constant(row.type, 64 * (i % columns)))
+            builder.store(vector, pointer(builder, ptr, FLOATS), align=4)
 
     return types.void(types.int64, types.int64, heads, tile), emit
 
@@ -115,8 +115,8 @@ def spread(typing: Any, address: Any, stride: Any, heads: Any) -> Any:
     """One float32 of each head, `stride` bytes apart, copied into all lanes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        places = [emit_offset(builder, args[0], args[1], head) for head in range(heads.count)]
-        scalars = [builder.load(pointer(builder, place, FLOAT), align=4) for place in places]
+        ptrs = [emit_offset(builder, args[0], args[1], head) for head in range(heads.count)]
+        scalars = [builder.load(pointer(builder, ptr, FLOAT), align=4) for ptr in ptrs]
         return _pack(context, builder, [emit_splat(builder, scalar) for scalar in scalars])
 
     return uniform(VECTOR, heads.count)(types.int64, types.int64, heads), emit

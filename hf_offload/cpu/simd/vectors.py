@@ -408,8 +408,8 @@ def run_totals(typing: Any, address: Any, runs: Any) -> Any:
     """The sums of 16 consecutive runs of float32 at `address`; the length of the tuple `runs` is that of a run."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        places = [builder.add(args[0], ir.Constant(ir.IntType(64), 64 * i)) for i in range(runs.count)]
-        parts = [emit_widen(context, builder, types.float32, place) for place in places]
+        ptrs = [builder.add(args[0], ir.Constant(ir.IntType(64), 64 * i)) for i in range(runs.count)]
+        parts = [emit_widen(context, builder, types.float32, ptr) for ptr in ptrs]
         while len(parts) > LANES:
             parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         while len(parts) > 1:  # adds neighbours, so that the runs stay in order

@@ -169,12 +169,12 @@ class HeadPredictor(nn.Module):
         self.streaming_at = streaming_at
         self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64, device="cpu")))
         self._elsewhere: dict[torch.device, HeadPredictor] = {}
-        place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         for name, start in (("offset", 0.0), ("inverse", 1.0), ("low", -LIMIT), ("high", LIMIT)):
-            self.register_buffer(name, torch.full((len(FEATURES),), start, **place))
-        self.first = nn.Linear(len(FEATURES), WIDTH, **place)
-        self.second = nn.Linear(WIDTH, WIDTH, **place)
-        self.outputs = nn.Linear(WIDTH, 3, **place)
+            self.register_buffer(name, torch.full((len(FEATURES),), start, **options))
+        self.first = nn.Linear(len(FEATURES), WIDTH, **options)
+        self.second = nn.Linear(WIDTH, WIDTH, **options)
+        self.outputs = nn.Linear(WIDTH, 3, **options)
 
     def standardise(self, features: torch.Tensor) -> None:
         """Take mean, deviation and range of every feature from those of the training set `[N, 41]`.
@@ -252,14 +252,14 @@ class HeadPredictor(nn.Module):
                 f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more"
             )
         prefix = f"{names[tau]}/"
-        mine = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+        weights = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
         with _whole(path):
             settings = about["predictors"][names[tau]]
             made = cls(tau=tau, digest=about["digest"], sinks=about["sinks"], local=about["local"], **settings)
             check_predictor(made)
-            check_tensors("", mine, {n: Field(x.dtype, tuple(x.shape)) for n, x in made.state_dict().items()})
-            made.load_state_dict(mine)
-        if wrong := sorted(name for name, x in mine.items() if not x.isfinite().all()):
+            check_tensors("", weights, {n: Field(x.dtype, tuple(x.shape)) for n, x in made.state_dict().items()})
+            made.load_state_dict(weights)
+        if wrong := sorted(name for name, x in weights.items() if not x.isfinite().all()):
             raise ValueError(f"{path} holds values that are not finite ({wrong[0]}): its training failed; {_TRAIN}")
         return made.eval().requires_grad_(False)
 

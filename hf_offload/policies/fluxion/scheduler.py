@@ -115,10 +115,10 @@ class TaskQueue:
         else:
             theirs = _device_share(self.schedule, tasks, lengths)
             lists.seconds[:] = math.inf, 0.0
-        for side, mine in ((CPU, ~theirs), (DEVICE, theirs)):
-            count = int(mine.sum())
-            lists.order[side, :count] = tasks[mine]
-            np.cumsum(volumes[mine], out=lists.before[side, 1 : count + 1])
+        for side, of_side in ((CPU, ~theirs), (DEVICE, theirs)):
+            count = int(of_side.sum())
+            lists.order[side, :count] = tasks[of_side]
+            np.cumsum(volumes[of_side], out=lists.before[side, 1 : count + 1])
             lists.counts[side] = count
 
     def take(self, side: int) -> int | None:
@@ -127,7 +127,7 @@ class TaskQueue:
         return task if task >= 0 else None
 
     def close(self) -> None:
-        """Let nobody take another task."""
+        """Let no thread take another task."""
         self.lists.counts.fill(0)
 
 
@@ -138,10 +138,10 @@ def _device_share(schedule: str, tasks: np.ndarray, lengths: np.ndarray) -> np.n
         theirs[np.argsort(tasks, kind="stable")[1::2]] = True
     elif schedule == "length":
         loads = [0, 0]
-        for place in np.argsort(-lengths, kind="stable").tolist():
+        for task in np.argsort(-lengths, kind="stable").tolist():
             side = int(loads[1] < loads[0])
-            theirs[place] = side == 1
-            loads[side] += int(lengths[place])
+            theirs[task] = side == 1
+            loads[side] += int(lengths[task])
     return theirs
 
 
@@ -203,13 +203,13 @@ class DeviceTasks:
         query = step.query[row : row + 1, heads]
         digests, end = digests_of(store), selector.chosen.end
         blocks = end - low
-        mine = digests.of_head(store.table[row, low:end], row, head, device)
-        places = torch.arange(blocks, dtype=torch.int32, device=device)[None]
-        masses = mine.score(query, places, places.new_full((2,), blocks), step.scores)[0]
+        head_digests = digests.of_head(store.table[row, low:end], row, head, device)
+        numbers = torch.arange(blocks, dtype=torch.int32, device=device)[None]
+        masses = head_digests.score(query, numbers, numbers.new_full((2,), blocks), step.scores)[0]
         capacity = min(sum(wanted) * span, blocks)
         chosen, count = choose_runs(masses, wanted, span=span, sums=digests.sums, capacity=capacity)
         chosen += low
-        slots, listed = places[None, :, :capacity], chosen[None, None]
+        slots, listed = numbers[None, :, :capacity], chosen[None, None]
         shape = (1, 1, capacity, 2, store.block_size, store.head_dim)
         pool = torch.empty(shape, dtype=store.dtype, device=device)
         _fetch(step, pool, row, head, slots, listed, count)
@@ -238,8 +238,8 @@ def _fetch(
     if packed is not None:
         record = torch.where(addresses & 1 == 1, packed.record_bytes, record)
     addresses += head * record
-    places = torch.arange(len(addresses), dtype=torch.int32, device=pool.device)[None]
-    kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, places, packed=packed)
+    numbers = torch.arange(len(addresses), dtype=torch.int32, device=pool.device)[None]
+    kv_copy.fetch(pool, slots.contiguous(), blocks, count.view(1, 1), addresses, numbers, packed=packed)
 
 
 # --- the partial that both sides share -------------------------------------------------------------------------------

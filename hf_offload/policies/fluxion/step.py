@@ -267,9 +267,9 @@ class HostBuffers:
 
 def _buffers_of(step: CpuStep) -> HostBuffers:
     key = "fluxion", step.buffers.query.shape
-    found: HostBuffers | None = step.layer.kernels.get(key)
+    found: HostBuffers | None = step.layer.step_buffers.get(key)
     if found is None:
-        found = step.layer.kernels[key] = HostBuffers(step)
+        found = step.layer.step_buffers[key] = HostBuffers(step)
     return found
 
 
@@ -278,9 +278,11 @@ def _buffers_of(step: CpuStep) -> HostBuffers:
 
 def _attend_local_on_device(step: SplitStep) -> Local:
     store = step.store
-    local: LocalBlocks | None = step.layer.kernels.get("fluxion")
+    local: LocalBlocks | None = step.layer.step_buffers.get("fluxion")
     if local is None:
-        local = step.layer.kernels["fluxion"] = LocalBlocks(step.block_size, functools.partial(_sent, store.device))
+        local = step.layer.step_buffers["fluxion"] = LocalBlocks(
+            step.block_size, functools.partial(_sent, store.device)
+        )
     found = []
     for selection, index in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
         out, lse = step.attend_device(replace(selection, slots=step.resident.slot_of.gather(2, index)))

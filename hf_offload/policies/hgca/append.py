@@ -240,6 +240,6 @@ class AppendProgress:
         if self.rule.append == "mean":
             scale = _by_row(counted.shape[1] / np.maximum(new, 1))
             return Span(0, self.border, counted, False, scale, rate, run=run)
-        # Weights of earlier chunks' queries cannot be told from one another: as some are too old to count, all fade.
+        # Weights of earlier chunks' queries are indistinguishable: as some are too old to count, all fade.
         decay = _by_row((joined - new) / np.maximum(np.minimum(before, joined), 1))
         return Span(0, self.border, counted, True, np.ones((1, 1), np.float32), rate, decay, run=run)

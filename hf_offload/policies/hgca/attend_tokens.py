@@ -62,9 +62,9 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
     if step.form.fresh:
         shape = (*query.shape[:2], window.items.shape[2] * window.unit)
         key = "hgca", query.shape
-        scores = step.layer.kernels.get(key)  # of the window's tokens
+        scores = step.layer.step_buffers.get(key)  # of the window's tokens
         if scores is None or scores.shape != shape:
-            scores = step.layer.kernels[key] = np.empty(shape, np.float32)
+            scores = step.layer.step_buffers[key] = np.empty(shape, np.float32)
     found = [step.attention(window, "CPU attention", scores)]
     if scores is not None:
         _queue_averages(step, mass, scores, found[0].lse)
@@ -72,7 +72,7 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
     some = bool(retained.counts.any())
     step.as_long_as(lambda: retained.counts.any() == some)
     if some:
-        arrays, target = retained.arrays, step.room()
+        arrays, target = retained.arrays, step.output_buffers()
         step.add(_attention(retained, query, *target, step.scores), "attention to retained tokens")
         step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
         found.append(target)

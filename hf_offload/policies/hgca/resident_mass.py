@@ -27,10 +27,10 @@ class ResidentMass:
             self.average = torch.zeros(
                 (store.batch, average.shape[1], resident.slots, size), device=store.device, dtype=torch.float32
             )
-        there = torch.from_numpy(np.ascontiguousarray(average[:, :, first * size : store.num_blocks * size]))
-        mine = self._grouped()
-        source = there.to(self.average.device).view(*mine.shape[:3], store.num_blocks - first, size)
-        mine.scatter_(3, self._index(first, store.num_blocks), source)
+        host = torch.from_numpy(np.ascontiguousarray(average[:, :, first * size : store.num_blocks * size]))
+        grouped = self._grouped()
+        source = host.to(self.average.device).view(*grouped.shape[:3], store.num_blocks - first, size)
+        grouped.scatter_(3, self._index(first, store.num_blocks), source)
 
     def _grouped(self) -> torch.Tensor:
         """`[B, Hkv, G, R, block_size]`."""
@@ -40,8 +40,8 @@ class ResidentMass:
     def _index(self, first: int, stop: int) -> torch.Tensor:
         """Where blocks lie, as an index into the slots of `_grouped`."""
         slots = self.resident.slot_of[:, :, first:stop].clamp(min=0).long()[:, :, None, :, None]
-        mine = self._grouped()
-        return slots.expand(-1, -1, mine.shape[2], -1, mine.shape[4])
+        grouped = self._grouped()
+        return slots.expand(-1, -1, grouped.shape[2], -1, grouped.shape[4])
 
     def read(self, first: int, stop: int) -> torch.Tensor:
         """The averages `[B, Hq, (stop - first) · block_size]` of resident blocks, on the device."""

@@ -92,12 +92,12 @@ class RetainedTokens:
         more = np.bincount(index, minlength=self.lists)
         counts = self.counts + more
         self._reserve(counts)
-        # The marked tokens of a list follow each other: `entry` is the place of each in its list.
+        # The marked tokens of a list follow each other: `entry` is the number of each in its list.
         entry = np.arange(len(index)) + (self.counts - more.cumsum() + more)[index]
-        block, place = np.divmod(entry, self.block_size)
+        block, offset = np.divmod(entry, self.block_size)
         line = self.head_dim * self.dtype.itemsize
         source = line * (index * tokens + token)
-        target = self.pool.block_ptr[self.table[index, block]] + line * place
+        target = self.pool.block_ptr[self.table[index, block]] + line * offset
         full = block < (counts // self.block_size)[index]
         self.positions[index, entry], self.valid[index, entry] = first + token, 1
         self.holes[index[full], block[full]] = 0
@@ -118,10 +118,10 @@ class RetainedTokens:
         have = self.block_counts[:, 0]
         missing = np.maximum(need - have, 0)
         taken = self.pool.allocate(int(missing.sum()))
-        place = 0
+        used = 0
         for i in np.flatnonzero(missing):
-            self.table[i, have[i] : need[i]] = taken[place : place + missing[i]]
-            place += missing[i]
+            self.table[i, have[i] : need[i]] = taken[used : used + missing[i]]
+            used += missing[i]
         np.maximum(have, need, out=have)
 
     def _widen(self, blocks: int) -> None:
@@ -144,14 +144,14 @@ class RetainedTokens:
     def _copy_shared(self, lists: np.ndarray) -> None:
         """Replace the last blocks of lists by copies where others hold them, too."""
         for i in lists:
-            place = self.counts[i] // self.block_size
-            old = self.table[i, place]
+            number = self.counts[i] // self.block_size
+            old = self.table[i, number]
             if self.pool.refcount[old] == 1:
                 continue
             new = self.pool.allocate(1)
             source = self.pool.block_ptr[old : old + 1]
             copy_records(source, self.pool.block_ptr[new], self.pool.record_bytes).run("a copy of kept tokens")
-            self.table[i, place] = new[0]
+            self.table[i, number] = new[0]
             self.pool.release(np.array([old]))
 
     def truncate(self, border: int) -> None:

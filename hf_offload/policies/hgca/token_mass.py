@@ -60,7 +60,7 @@ class TokenMass(LayerState):
     """State of a layer: the moving average of each token's attention weights, and the tokens retained by them.
 
     Blocks before `evicted` have left the window; `retained` holds K and V of their marked tokens. A job in a worker
-    thread marks and copies tokens when blocks leave the window, and after a prompt or append; `settle` waits for it.
+    thread marks and copies tokens when blocks leave the window, and after a prompt or append; `wait` waits for it.
     Source: HGCA, section 3.2, algorithm 1.
 
     Args:
@@ -150,7 +150,7 @@ class TokenMass(LayerState):
 
     # --- the job in flight --------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the job, and adopt what it has decided.
 
         Raises:
@@ -199,12 +199,12 @@ class TokenMass(LayerState):
 
     def before_append(self, layer: HybridLayer) -> None:
         """Remember the state, for a crop of the chunk; `append` makes new arrays beside it."""
-        self.settle()
+        self.wait()
         self._before = self.store.length, {name: getattr(self, name) for name in _REPLACED}
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
         """Start to weigh the cached tokens by the new queries, and to retain tokens by that (§3.2.2, re-evaluation)."""
-        self.settle()
+        self.wait()
         store, rule, count, progress = self.store, self.rule, query.shape[2], replace(self.progress)
         length, past, size = store.length, store.length - query.shape[2], store.block_size
         valid = store.padding.valid[:, past:length]
@@ -230,7 +230,7 @@ class TokenMass(LayerState):
 
         def stages() -> Iterator[Launch]:
             wait()
-            store.settle()
+            store.wait()
             for span in spans:
                 yield from self._weigh(span, queries, length, scores)
             yield from self._retain(retained, kept, range(first, evicted), border, length, all_padding)
@@ -241,10 +241,10 @@ class TokenMass(LayerState):
     def _weigh(self, span: Span, queries: np.ndarray, length: int, scores: Scores) -> Iterator[Launch]:
         """Update the averages of a span's tokens with the weights that the newest queries give them."""
         store = self.store
-        mine = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
-        lse = np.empty(mine.shape[:3], np.float32)
+        span_queries = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
+        lse = np.empty(span_queries.shape[:3], np.float32)
         pool = store.host_blocks
-        asked = Queries(mine, store.num_kv_heads, length - span.queries, span.first, span.stop, *scores)
+        asked = Queries(span_queries, store.num_kv_heads, length - span.queries, span.first, span.stop, *scores)
         yield query_lse(pool, asked, lse)
         span.leave_out(lse)
         weights = np.empty_like(self.average)
@@ -268,27 +268,27 @@ class TokenMass(LayerState):
 
     def before_token(self, layer: HybridLayer) -> None:
         """Evict at once blocks that are still inside the window and belong outside, as after a job that failed."""
-        self.settle()
+        self.wait()
         if self._due(self.store.length) > self.evicted:
             self._before = None
             self._evict()
-            self.settle()
+            self.wait()
 
     def _evict(self) -> None:
         length, evicted = self.store.length, self._due(self.store.length)
         if evicted == self.evicted:
             return
-        self.settle()
+        self.wait()
         self.reserve(length, self.average.shape[1])
         first, retained, average = self.evicted, self.retained, self.average
         arrive, free = (None, None) if self.resident is None else self.resident.leave(first, evicted)
-        border, nobody = first * self.store.block_size, np.zeros(self.store.batch, bool)
+        border, no_row = first * self.store.block_size, np.zeros(self.store.batch, bool)
 
         def stages() -> Iterator[Launch]:
             if arrive is not None:
                 arrive(average)
-            self.store.settle()
-            yield from self._retain(retained, self.kept, range(first, evicted), border, length, nobody)
+            self.store.wait()
+            yield from self._retain(retained, self.kept, range(first, evicted), border, length, no_row)
 
         decision = _Decision(evicted, retained.counts.copy(), free=free)
         self._start(stages(), decision, f"what block {evicted - 1} of layer {self.stats.layer} leaves to the CPU")
@@ -449,7 +449,7 @@ class TokenMass(LayerState):
             self.resident.open(block)
 
     def unplaced(self, layer: HybridLayer) -> None:
-        self.settle()
+        self.wait()
         self._write_back()
         self.resident = None
 
@@ -463,7 +463,7 @@ class TokenMass(LayerState):
 
     def snapshot(self) -> tuple[int, np.ndarray, np.ndarray, torch.Tensor | None, AppendProgress]:
         """Blocks outside the window, tokens in the lists, averages of the window and of slots, and the progress."""
-        self.settle()
+        self.wait()
         average = self.average[:, :, self.evicted * self.store.block_size : self.store.length].copy()
         there = None if self.resident is None else self.resident.average.clone()
         return self.evicted, self.retained.counts.copy(), average, there, replace(self.progress)

@@ -75,8 +75,8 @@ class _Capture:
             if odd := [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]:
                 raise ValueError(f"layer {layer} of {type(module).__name__} has {odd[0]}, which budgets do not know of")
             past = key.shape[2] - query.shape[2]
-            mine = [p - past for p in self.positions if past <= p < key.shape[2]]
-            self.queries.setdefault(layer, []).append(query[0, :, mine].transpose(0, 1).clone())
+            within = [p - past for p in self.positions if past <= p < key.shape[2]]
+            self.queries.setdefault(layer, []).append(query[0, :, within].transpose(0, 1).clone())
             scaling = kwargs.get("scaling")
             self.scales[layer] = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

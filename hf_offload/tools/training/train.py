@@ -104,9 +104,9 @@ def ask_again(windows: list[Window], most: int, tokenizer: PreTrainedTokenizerBa
     """
     chosen = set()
     for text in {one.text for one in windows}:
-        mine = [number for number, one in enumerate(windows) if one.text == text]
-        numbers = torch.linspace(0, len(mine) - 1, min(most, len(mine)), dtype=torch.float32, device="cpu")
-        chosen |= {mine[int(i)] for i in numbers}
+        own = [number for number, one in enumerate(windows) if one.text == text]
+        numbers = torch.linspace(0, len(own) - 1, min(most, len(own)), dtype=torch.float32, device="cpu")
+        chosen |= {own[int(i)] for i in numbers}
     first, local = sampling.sinks, sampling.local + 2 * BLOCK
     asked = []
     for number in sorted(chosen):
@@ -165,10 +165,10 @@ def collect(
     if state.is_main_process:
         _claim(folder, _settings(model, windows, sampling))
     state.wait_for_everyone()
-    mine = [number for number in range(len(windows)) if number % state.num_processes == state.process_index]
-    total = context * len(mine)
+    own = [number for number in range(len(windows)) if number % state.num_processes == state.process_index]
+    total = context * len(own)
     with tqdm(total=total, unit="token", disable=not progress or not state.is_main_process) as bar:
-        for number in mine:
+        for number in own:
             window, path = windows[number], _shard(folder, number)
             if path.exists():
                 bar.update(context)

@@ -125,11 +125,13 @@ def _layer(heads: Any, rows: int, weights: Array, source: int, stride: int, targ
         base = address_of(weights) + column * inputs * LINE
         for row in range(0, rows, len(heads)):
             tile = zeros(heads, 2)
-            place = source + row * stride
+            address = source + row * stride
             for i in range(inputs):
                 if row == 0:
                     prefetch(base + (i + _AHEAD) * LINE, 1)
-                tile = outer_fma(tile, load_columns(_HALVES, base + i * LINE, 2), spread(place + 4 * i, stride, heads))
+                tile = outer_fma(
+                    tile, load_columns(_HALVES, base + i * LINE, 2), spread(address + 4 * i, stride, heads)
+                )
             store_tile(target + row * out_stride + 4 * column * _COLUMNS, out_stride, heads, tile)
     for row in range(rows):
         for column in range(0, 4 * tiles * _COLUMNS, 64):
@@ -274,10 +276,10 @@ def predict_kernel(
         features[:tiled] = 0.0
         for i in range(count):
             h, row = low + i, features[i]
-            mine = address_of(query[b, h])
-            norm = np.sqrt(_dot(mine, mine, dim))
+            head_query = address_of(query[b, h])
+            norm = np.sqrt(_dot(head_query, head_query, dim))
             mean_key, anchor = address_of(prompt.directions[b, h, 0]), address_of(prompt.directions[b, h, 1])
-            along, turned = _dot(mine, mean_key, dim), _dot(mine, anchor, dim)
+            along, turned = _dot(head_query, mean_key, dim), _dot(head_query, anchor, dim)
             row[:fixed] = prompt.fixed[b, h]
             row[fixed], row[fixed + 1] = host, others
             row[fixed + 2] = norm

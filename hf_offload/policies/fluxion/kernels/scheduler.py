@@ -81,9 +81,9 @@ def take_task(lists: Any, side: int) -> int:
         first, end = old & _LOW, lists.counts[other] - (old >> 32)
         if first >= end:
             return NOTHING_LEFT
-        mine = (lists.before[other, end] - lists.before[other, end - 1]) * lists.seconds[side, 0]
+        own_seconds = (lists.before[other, end] - lists.before[other, end - 1]) * lists.seconds[side, 0]
         theirs = (lists.before[other, end] - lists.before[other, first]) * lists.seconds[other, 1]
-        if not mine <= theirs:
+        if not own_seconds <= theirs:
             return NOTHING_LEFT
         if swap_if(lists.taken, other, old, old + _LAST):
             return int(lists.order[other, end - 1])

@@ -164,11 +164,11 @@ def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Arra
             continue
         total = sum_budgets(budgets, b, h, group, span)
         volumes[line] = (budgets.digest_bytes + budgets.block_bytes * total) * blocks
-        place = found
-        while place > 0 and volumes[order[place - 1]] < volumes[line]:
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = line
+        rank = found
+        while rank > 0 and volumes[order[rank - 1]] < volumes[line]:
+            order[rank] = order[rank - 1]
+            rank -= 1
+        order[rank] = line
         found += 1
     return found
 
@@ -285,8 +285,8 @@ def score_blocks(choice: Any, b: int, h: int, begin: int, stop: int, reach: int,
         reach, at, 4 * row,
     )  # fmt: skip
     for g in range(group):
-        mine = address_of(masses[b, h * group + g]) + 4 * begin
-        soften_chunk(digest.runs, at + 4 * g * row, stop - begin, True, mine)
+        weights = address_of(masses[b, h * group + g]) + 4 * begin
+        soften_chunk(digest.runs, at + 4 * g * row, stop - begin, True, weights)
 
 
 @jit

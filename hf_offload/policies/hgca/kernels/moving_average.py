@@ -43,15 +43,15 @@ def average_kernel(
             total = lse[b, h]
             # Nothing attended: every weight is exp(-inf).
             shift = splat(np.float32(np.inf) if total == -np.inf else total)
-            place = address_of(average) + 4 * (pair * average.shape[2] + first)
+            address = address_of(average) + 4 * (pair * average.shape[2] + first)
             source = address_of(scores) + 4 * pair * scores.shape[2]
             for token in range(0, length - first, 16):
                 count = length - first - token
                 weight = exp(load_first(source + 4 * token, count) - shift)
-                mean = load_first(place + 4 * token, count)
+                mean = load_first(address + 4 * token, count)
                 rate = load_first(ages + 4 * token, count)
                 mean = vmax(left * mean, rate * weight) if largest else fma(weight - mean, rate, mean)
-                store_first(place + 4 * token, count, mean)
+                store_first(address + 4 * token, count, mean)
         task = next_task(ticket)
 
 

@@ -103,8 +103,8 @@ def _make_tile(pool: Any, dim: int, more: int) -> tuple[Array, Any]:
 def _find_ends(ends: Array, first_row: int, queries: Any, valid: Array) -> None:
     """ends[row] = the token behind the last one that a row (from first_row on) sees; 0 if its query is not valid."""
     for row in range(ends.shape[0]):
-        place = queries.start + (first_row + row) % queries.query.shape[2]
-        ends[row] = min(queries.stop, place + 1) if valid[place] != 0 else 0
+        position = queries.start + (first_row + row) % queries.query.shape[2]
+        ends[row] = min(queries.stop, position + 1) if valid[position] != 0 else 0
 
 
 @jit
@@ -145,8 +145,8 @@ def _pick_rows(tile: Any, ends: Array, row: int, begin: int, source: int, dim: i
             count += 1
         row += 1
     if count > 0:
-        for place in range(tile.rows + 4 * count * dim, tile.rows + 16 * dim, 64):
-            store(place, splat(np.float32(0.0)))
+        for address in range(tile.rows + 4 * count * dim, tile.rows + 16 * dim, 64):
+            store(address, splat(np.float32(0.0)))
     return count, row
 
 
@@ -179,8 +179,8 @@ def _score_rows(
     padded = (seen + 15) & ~15
     for i in range((seen + size - 1) // size):
         record: Any = np.int64(get_word(records + 8 * i))
-        place = scores + 4 * i * size
-        score_keys(_TILE, 0, tag, record, 0, tile.rows, dim, size, place, stride, packed, tile.spare)
+        address = scores + 4 * i * size
+        score_keys(_TILE, 0, tag, record, 0, tile.rows, dim, size, address, stride, packed, tile.spare)
     if queries.softcap > 0.0:
         soften_scores(4, scores, stride, padded, queries.softcap)
     if masked:
@@ -188,8 +188,8 @@ def _score_rows(
         for token in range(0, padded, 16):
             mark = load_f32(tile.marks + 4 * token)
             for i in range(4):
-                place = scores + i * stride + 4 * token
-                store(place, choose_less(zero, mark, load_f32(place), none))
+                address = scores + i * stride + 4 * token
+                store(address, choose_less(zero, mark, load_f32(address), none))
     for i in range(filled):
         clear_scores(1, scores + i * stride, stride, min(ends[_picked(tile, i)] - begin, seen), padded)
     return filled, padded, row
@@ -250,9 +250,9 @@ def lse_kernel(
 def _join_weights(scores: int, tokens: int, lse: float, coefficient: float, largest: bool, joined: int) -> None:
     """joined += coefficient * exp(scores - lse), or the larger of both."""
     shift, factor = splat(np.float32(lse)), splat(np.float32(coefficient))
-    for place in range(0, 4 * tokens, 64):
-        weight, old = exp(load_f32(scores + place) - shift), load_f32(joined + place)
-        store(joined + place, vmax(weight, old) if largest else fma(weight, factor, old))
+    for offset in range(0, 4 * tokens, 64):
+        weight, old = exp(load_f32(scores + offset) - shift), load_f32(joined + offset)
+        store(joined + offset, vmax(weight, old) if largest else fma(weight, factor, old))
 
 
 @kernel
@@ -295,12 +295,12 @@ def weigh_kernel(
                     target = sums + at // count * stride
                     _join_weights(tile.scores + i * stride, padded, totals[head, at], factor, largest, target)
             for g in range(group):
-                place = address_of(joined) + 4 * ((head * group + g) * joined.shape[2] + begin)
+                address = address_of(joined) + 4 * ((head * group + g) * joined.shape[2] + begin)
                 for token in range(0, whole, 16):
                     x = load_f32(sums + g * stride + 4 * token)
                     if masked:
                         x = choose_less(zero, load_f32(tile.marks + 4 * token), x, zero)
-                    store_first(place + 4 * token, whole - token, x)
+                    store_first(address + 4 * token, whole - token, x)
         task = next_task(ticket)
     hold(memory)
 

@@ -183,9 +183,9 @@ def update_weights_kernel(
 
     peak = tl.load(lse + heads, mask=real, other=0.0)
     q = tl.load(query + heads[:, None] * D + dim[None, :], mask=real[:, None] & inside, other=0.0)
-    place = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
+    offset = slot.to(tl.int64) * (2 * SIZE * D) + (token % SIZE) * D
     home = pool + line.to(tl.int64) * slots_there * (2 * SIZE * D)
-    k = tl.load(home + place[:, None] + dim[None, :], mask=seen[:, None] & inside, other=0.0)
+    k = tl.load(home + offset[:, None] + dim[None, :], mask=seen[:, None] & inside, other=0.0)
     score = dot(q.to(k.dtype), tl.trans(k), None) * scale
     if CAPPED:
         score = apply_softcap(score, softcap)

@@ -7,7 +7,7 @@ import mmap
 _PRIVATE: dict[str, int] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-def have_room(nbytes: int, what: str) -> None:
+def check_free(nbytes: int, what: str) -> None:
     """Check that `nbytes` could be mapped now, without keeping them.
 
     Raises:
