@@ -88,8 +88,8 @@ class HybridCache(Cache):
             process but one, at most 16, shared among the processes that a launcher started. Work that the model waits
             for runs on torch's threads (`torch.set_num_threads`).
         timeout: seconds to wait for a worker thread; then a `WorkerError`.
-        check_every: compare a step of one layer in turn with full attention, every so many steps, and tell in `stats()`
-            what was missed. A check takes as long as full attention in that layer, on the CPU. None: never.
+        check_every: compare a step of one layer in turn with full attention, every `check_every` steps, and report in
+            `stats()` what was missed. A check takes as long as full attention in that layer, on the CPU. None: never.
         progress: show a `tqdm.auto` bar on stderr for prompts and appends that take longer than five seconds, by layer
             and tile. Each chunk of a chunked prompt has a bar of its own; the five seconds count from the first chunk.
         knobs: the policy's knobs; see its class.
@@ -506,7 +506,7 @@ class HybridCache(Cache):
         return rows or next((len(keys) for keys in stock if keys is not None), 0)
 
     # --- other caches, and files --------------------------------------------------------------------------------------
-    # Their tensors are written in other modes, too: hence `inference_mode(False)`, whoever calls.
+    # Callers may be in inference mode. The tensors made here are also written outside of it: `inference_mode(False)`.
 
     @classmethod
     @torch.inference_mode(False)

@@ -270,7 +270,7 @@ class PrefixStore:
 
     `close` frees the memory; a store that is not closed lives as long as its process.
 
-    The files hold keys, values and token ids: whoever reads them can read the text. They are readable by their owner
+    The files hold keys, values and token ids: readers of the files can read the text. They are readable by their owner
     alone.
 
     Args:
@@ -281,7 +281,7 @@ class PrefixStore:
         max_ram: most bytes of blocks in memory, within one entry.
         tenant: entries of one tenant are not found by another; `open` takes one, too.
         tokenizer: its `decode` says how a text begins, for `hf-offload store ls`; None: nothing is said.
-        segment_tokens: a long prompt that is read in chunks is saved whenever so many tokens are new.
+        segment_tokens: new tokens after which a long prompt, read in chunks, is saved.
         min_seconds: what took less to compute is not saved.
         knobs: further arguments of `HybridCache`.
 

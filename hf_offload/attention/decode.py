@@ -23,7 +23,7 @@ from hf_offload.scores import Scores
 FEW_QUERIES = 16
 """Appends of at most this many tokens attend the cached blocks as decode steps do."""
 LONG = 1024
-"""Appends of so many tokens to a model on the CPU trim the heap."""
+"""Tokens of an append to a model on the CPU from which on the heap is trimmed."""
 MANY_IN_HALF = 1000
 """Appends of more tokens in float16 to a model on the CPU are warned of."""
 

@@ -26,7 +26,7 @@ def own_buffer(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray
 
 
 class Draw:
-    """Lists of drawn pairs, and the launch that fills them; whoever attends the selection reads them.
+    """Lists of drawn pairs, and the launch that fills them; the attention to the selection reads them.
 
     Args:
         store: the layer's blocks.
@@ -35,7 +35,7 @@ class Draw:
         samples: a pair with more than 1 / samples of a head's attention is always listed.
         join: how the query heads of a KV head are joined, `"max"` or `"mean"`.
         width: the most blocks that have digests.
-        sure: so many pairs are listed besides, whatever their shares.
+        sure: number of further pairs that are listed whatever their shares.
         counts: int32 `[B, Hkv]`, for the lists' lengths; None: an array of its own.
         skipped: as in `decode_attention.Pairs`.
         buffer: gives scratch, which nothing else uses while the launch runs.

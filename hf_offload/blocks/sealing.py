@@ -22,7 +22,7 @@ def seal(store: BlockStore, tile: int, newest: torch.Tensor | None = None, *, wa
         store: the blocks.
         tile: tokens of a piece.
         newest: keys `[B, Hkv, T, D]` of the last T tokens, on the model's device; other keys are gathered.
-        wait: whether every row must hold so many tokens, as while a prompt is read; else one row is enough.
+        wait: whether every row must hold enough tokens, as while a prompt is read; else one row is enough.
     """
     if store.device.type == "cuda":  # kernels launch on the current device, and a model may be on several
         with torch.cuda.device(store.device):

@@ -13,7 +13,7 @@ from hf_offload.knobs import check_count
 KEEP = 4096
 """Newest checked heads of which a layer keeps the two errors."""
 FACTOR, ENOUGH = 3.0, 256
-"""A warning tells of errors that are so much larger than their estimates, in the mean square of so many heads."""
+"""A warning tells of errors FACTOR times larger than estimated, in the mean square of ENOUGH heads or more."""
 NEGLIGIBLE = 1e-3
 """No warning tells of smaller errors, which are less than bfloat16's rounding: where all pairs are attended, the
 estimate is 0 and the error that of float32 sums."""
@@ -46,7 +46,7 @@ class Checked:
 
 
 class Checks:
-    """When a layer's step is checked: one layer in turn, every so many steps.
+    """When a layer's step is checked: one layer in turn, at a fixed interval of steps.
 
     Args:
         every: steps.

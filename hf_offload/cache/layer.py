@@ -311,7 +311,7 @@ class HybridLayer(CacheLayerMixin):
         return self.settings.residence is None or (self.resident is not None and self.resident.slots == least)
 
     def holds_all(self, length: int) -> bool:
-        """Whether all blocks of `length` tokens are resident in a step with so many."""
+        """Whether all blocks are resident in a step with `length` tokens."""
         resident = self.resident
         return resident is not None and not (self.unplaced or resident.lacks) and self.fits_device(length)
 

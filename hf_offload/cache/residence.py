@@ -19,7 +19,7 @@ Layer = Any
 SHARE = 0.8
 """Of the free device memory: what resident blocks may take."""
 SPARE, LEAST_SPARE = 4, 16
-"""One in so many blocks is spare, for tokens to come: a quarter where there is room, a sixteenth at least."""
+"""One in 4 blocks is spare, for tokens to come; where memory is short, one in 16."""
 ROOM = 512 << 20
 """Bytes that stay free for a step's own tensors and its graph."""
 
@@ -163,7 +163,7 @@ class Residence:
 
 
 def blocks_soon(tokens: int, block_size: int) -> int:
-    """The blocks of rows of so many tokens, with that of the next token and its successor."""
+    """The blocks of rows with this number of tokens, with that of the next token and its successor."""
     return tokens // block_size + 2
 
 

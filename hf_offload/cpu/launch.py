@@ -124,7 +124,7 @@ class Launch:
         return self.bound.words, self.bound.offsets[self.kernel.names.index(name)]  # type: ignore[attr-defined]
 
     def open(self, participants: int) -> None:
-        """Reset ticket and counters for so many participants, each of which then calls `address` or `take_part`."""
+        """Reset ticket and counters for a number of participants, each of which then calls `address` or `take_part`."""
         _ = self.bound  # laid out before participants come: two that did so at once would free each other's memory
         self.ticket[:3] = 0, 0, participants
         if self.counters is not None:

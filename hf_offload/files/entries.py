@@ -141,7 +141,7 @@ def last_use(path: Path) -> float:
 
 @contextlib.contextmanager
 def locked(folder: Path, patience: float = 0.0) -> Iterator[bool]:
-    """Hold the folder's lock, for which it waits so many seconds; give whether it is held. It ends with the process."""
+    """Wait up to `patience` seconds for the folder's lock; return whether it is held. It ends with the process."""
     end = time.monotonic() + patience
     with open(folder / LOCK, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         while not (held := _lock(file)) and time.monotonic() < end:

@@ -75,7 +75,7 @@ def check_layer(where: str, described: dict[str, Any], settings: Settings) -> No
 
 
 def query_heads_of(module: nn.Module, heads: int) -> Collection[int]:
-    """The possible numbers of query heads of a decoder layer with so many KV heads."""
+    """The possible numbers of query heads of a decoder layer, by its number of KV heads."""
     parts: list[Any] = [part for part in module.modules() if hasattr(part, "num_key_value_groups")]
     if not parts and heads == 1:  # multi-query attention may not name its number of query heads
         return range(1, MOST)

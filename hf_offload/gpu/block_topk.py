@@ -159,7 +159,7 @@ def spare_width(blocks: int) -> int:
 
 
 def padded_width(blocks: int) -> dict[str, int]:
-    """Compile-time sizes and warps of a kernel that holds so many blocks in registers."""
+    """Compile-time sizes and warps of a kernel that holds all blocks in registers."""
     width = next_power_of_2(blocks)
     warps = min(max(width // 1024, 4), 16)
     return {"WIDTH": width, "CHUNK": min(width, 128 * warps), "num_warps": warps}

@@ -150,7 +150,7 @@ def _check_flag(flag: torch.Tensor, epoch: torch.Tensor) -> None:
     """Raise unless flag and epoch are one number each, and the host reaches the flag."""
     require(None, flag=(flag, (torch.int32,), (1,)), epoch=(epoch, (torch.int32,), (1,)))
     capturing = epoch.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    # A capture allows few questions; there the flags are the business of whoever captures.
+    # During a capture `is_pinned` must not be called; the code that captures has checked its flags.
     if epoch.device.type == "cuda" and not capturing and not (flag.device.type == "cpu" and flag.is_pinned()):
         raise ValueError(f"the flag lies on {flag.device} and is not pinned; use torch.zeros(..., pin_memory=True)")
 

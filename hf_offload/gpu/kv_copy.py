@@ -320,7 +320,7 @@ def _store_tokens_by_torch(
 
 
 def _view(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The memory at an address as a tensor; whoever owns it must outlive the tensor."""
+    """The memory at an address as a tensor; its owner must outlive the tensor."""
     count = torch.Size(shape).numel()
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

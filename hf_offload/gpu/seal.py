@@ -27,7 +27,7 @@ LEAST = 1e-12
 """The smallest scale: what it divides by is no zero."""
 OFFSET = 8
 OUTLIER = 3
-"""An outlier's keys are missed by more than so many times the mean squared error."""
+"""An outlier's keys are missed by more than this multiple of the mean squared error."""
 _TILE = 2048  # elements that a program holds at a time
 
 

@@ -100,5 +100,5 @@ class Windows:
             layer.cumulative_length = length
 
     def forget(self) -> None:
-        """Nothing is captured any more."""
+        """Forget the captured graphs."""
         self._held.clear()

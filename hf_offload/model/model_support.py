@@ -201,7 +201,7 @@ def check_whole(layer: nn.Module) -> None:
     Raises:
         ValueError: they are offloaded without hooks, or sharded by FSDP.
     """
-    cause = "" if brings_weights(layer) else "has weights that nothing brings when its forward is called"
+    cause = "" if brings_weights(layer) else "has offloaded weights and no hook that loads them before its forward"
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 

@@ -95,8 +95,8 @@ def check_samples(budget: int | None, samples: int | None, digest: str, join: st
     check_tokens("samples", samples)
     if budget is not None:
         raise ValueError(
-            f"budget={shown(budget)} and samples={samples}: a budget attends the best blocks of so many "
-            "tokens, samples draws keys to a precision; give one of them"
+            f"budget={shown(budget)} and samples={samples}: a budget is a number of tokens whose blocks are "
+            "attended, samples draws keys to a precision; give one of them"
         )
     if digest != "submean":
         raise ValueError(f'digest={shown(digest)} has no score for pairs of keys; samples needs digest="submean"')

@@ -68,7 +68,7 @@ class Scout(Policy):
     running CPU ratio.
 
     Args:
-        budget: attend the best blocks of so many tokens for each row and KV head; sinks, recent tokens and the open
+        budget: number of tokens whose best blocks each row and KV head attends; sinks, recent tokens and the open
             block included (the paper's).
         samples: in place of a budget, attend pairs of keys drawn by their estimated attention: a pair with at least
             1 / samples of a head's attention, and of the others one for each 1 / samples of their sum, with the weight
@@ -90,7 +90,7 @@ class Scout(Policy):
             Layer 0 never uses one.
         correction: correct the early host partial to first order: `lse + scale·(q − q_predicted)·k̄`.
         recall: when resident blocks are exchanged: `"adaptive"`: when the CPU ratio exceeds `threshold`; a number:
-            every so many steps; 0: never; a path: as the file of `hf-offload profile` says.
+            the number of steps between exchanges; 0: never; a path: as the file of `hf-offload profile` says.
         threshold: CPU ratio that adaptive recall tolerates (section 3.4: 0.12); with `samples` the CPU's share of the
             attended tokens.
         smoothing: recall ranks blocks by scores averaged over steps, with this weight on past steps, in [0, 1); 0: the

@@ -75,13 +75,13 @@ MASSES = np.dtype(np.uint16)
 """Of kept masses: bfloat16, as bits."""
 _SHORT = TAGS[torch.bfloat16]
 OUTLIERS = 64
-"""At most one pair in so many is attended for being an outlier, rounded up; a full chunk has a multiple of so many."""
+"""At most one pair in this number is attended as an outlier, rounded up; a full chunk has a multiple of it."""
 _GOLDEN = 0x9E3779B9
 _order = np.empty(0, np.uint32)
 
 
 def most_pairs(samples: int, group: int, pairs: int) -> int:
-    """The largest number of pairs that a KV head can draw of so many.
+    """The largest number of pairs that a KV head can draw of `pairs`.
 
     Of 256 consecutive pairs the thresholds are 1 / 256 apart, so that the k-th smallest of N is at least
     (k - N / 64 - 16) / N; those of drawn pairs add up to less than `group * samples`, within rounding.
@@ -132,13 +132,13 @@ class PairLists(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, kv_heads: int, room: int) -> PairLists:
-        """Empty lists with room for so many pairs."""
+        """Empty lists with a capacity of `room` pairs."""
         shape = batch, kv_heads, room
         return cls(np.empty(shape, np.int32), np.empty(shape, np.float32), np.zeros(shape[:2], np.int32))
 
     @classmethod
     def all_of(cls, batch: int, kv_heads: int, pairs: int) -> PairLists:
-        """Lists of the first so many pairs, of which none is drawn."""
+        """Lists of the first `pairs` pairs, of which none is drawn."""
         lists = cls.of(batch, kv_heads, pairs)
         lists.pairs[:], lists.weights[:], lists.counts[:] = np.arange(pairs), 0, pairs
         return lists
@@ -166,7 +166,7 @@ class Thresholds(NamedTuple):
 
     @classmethod
     def of(cls, layer: int, first: Array, pairs: int, limits: Array | None = None) -> Thresholds:
-        """The thresholds of the layer of an index, for up to so many pairs; `limits` None: `length` is known."""
+        """The thresholds of the layer of an index, for at most `pairs` pairs; `limits` None: `length` is known."""
         mixed = int(_mix(np.array([layer + 1], np.uint32))[0])
         return cls(order_of(pairs + 16), first, mixed, _NO_LIMITS if limits is None else limits)
 

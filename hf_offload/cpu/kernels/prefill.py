@@ -98,7 +98,7 @@ def pack_values(tag: Any, pairs: Any, rows: Array, keys: int, dim: int, target: 
 
 
 def _multiplier(columns: int) -> Any:
-    """The microkernel for register tiles of twelve rows by so many vectors."""
+    """The microkernel for register tiles of twelve rows by a number of vectors."""
 
     @jit
     def multiply(pairs: Any, tile: Any, a: int, a_step: int, b: int, b_step: int, depth: int) -> Any:

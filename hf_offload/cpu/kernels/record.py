@@ -36,7 +36,7 @@ class HostBlocks(NamedTuple):
     packed: Any = None
 
     def check(self, batch: int, dim: int, length: int) -> None:
-        """Raise unless the arrays hold so many rows of `length` tokens with vectors of size `dim`."""
+        """Raise unless the arrays hold `batch` rows of `length` tokens with vectors of size `dim`."""
         check_geometry(dim, self.block_size)
         require("block_ptr", self.block_ptr, I64, self.block_ptr.shape[:1])
         require("table", self.table, I32, (batch, self.table.shape[-1]))

@@ -98,7 +98,7 @@ class Selector:
         self._constants = properties if constant else None
 
     def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
-        """Make room for a choice among the blocks first..end-1 of each row, in runs of so many blocks."""
+        """Make room for a choice among the blocks first..end-1 of each row, in runs of `granularities` blocks."""
         self.granularities, self.chosen = granularities, self.chosen._replace(first=first, end=end)
         # By the length alone: attention cuts the blocks into parts by the width, and rounds accordingly.
         width = (end + 63) // 64 * 64

@@ -151,7 +151,7 @@ class LocalBlocks:
 
 
 def _consecutive(first: np.ndarray, stop: np.ndarray, blocks: int, kv_heads: int, size: int) -> Selection:
-    """The blocks first..stop-1 of each row, `[B]` each, for all KV heads; there are so many, of `size` tokens."""
+    """The blocks first..stop-1 of each row, `[B]` each, of `blocks` blocks of `size` tokens, for all KV heads."""
     counts = np.maximum(stop - first, 0).astype(np.int32)
     listed = first[:, None] + np.arange(max(int(counts.max()), 1), dtype=np.int32)
     shape = (len(first), kv_heads, listed.shape[1])

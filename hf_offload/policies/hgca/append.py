@@ -31,11 +31,11 @@ class RetentionRule:
         group: how the averages of a KV head's query heads are joined, `"any"` or `"mean"`.
         steps: how the weights of decode steps are joined, `"max"` or `"mean"`.
         append: how those of an append's queries are joined, `"max"` or `"mean"`.
-        append_queries: so many of an append's last queries count; None: all.
-        append_run: so many tokens behind a strongly attended one are kept with it.
-        prompt_queries: so many of a prompt's last queries count; None: 1/alpha.
+        append_queries: number of an append's last queries that count; None: all.
+        append_run: number of tokens behind a strongly attended one that are kept with it.
+        prompt_queries: number of a prompt's last queries that count; None: 1/alpha.
         reevaluate: whether an append decides anew which tokens on the host are kept.
-        sinks: so many first tokens of each row are always kept.
+        sinks: number of each row's first tokens, which are always kept.
     """
 
     alpha: float | None
@@ -113,8 +113,8 @@ class Span:
         scale: float32 `[B, T]`, with 1 for B or T where all are alike: Q / (queries that count and see the token).
         rate: as `scale`: share of these queries in the average.
         decay: None: A ← A + rate·(new − A). Otherwise, as `scale`: A ← max(decay·A, new).
-        skipped: so many of the newest tokens that a query sees, itself among them, get nothing from it.
-        run: so many tokens behind one get a share of its weight (`weigh_followers`).
+        skipped: number of the newest tokens that a query sees, itself among them, that get nothing from it.
+        run: number of tokens behind one that get a share of its weight (`weigh_followers`).
     """
 
     first: int
@@ -187,7 +187,7 @@ class AppendProgress:
         return anew
 
     def skipped_steps(self, window: int) -> int:
-        """A token's first steps whose weights do not count, in a window of so many tokens."""
+        """A token's first steps whose weights do not count, in a window of that size."""
         return 0 if self.rule.steps == "mean" else min(SKIPPED_STEPS, window // 4)
 
     def step_update(self, alpha: float, window: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class HGCA(Policy):
         append_queries: how many of an append's last queries count for A_cpu; None: all.
         append_run: how many tokens after a strongly attended one are kept with it: their A_cpu is at least 1/64 of its
             A_cpu. The reason: a question attends the place where its answer begins. 0 (the paper's): none.
-        prompt_queries: A of a prompt's tokens is the mean over so many of its last queries; None: 1/alpha.
+        prompt_queries: A of a prompt's tokens is the mean over this number of its last queries; None: 1/alpha.
         reevaluate: False: an append changes nothing about the host's tokens (a control).
         sinks: first tokens of a row that are always kept.
         rescue: attend also pairs of keys drawn, as by `samples` of `Scout`, from the tokens that are neither in the

@@ -14,7 +14,7 @@ from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, tag_of
 
 LIST_STEP = 4
-"""Lists grow by a multiple of so many blocks; a prepared launch stays valid until they do."""
+"""Lists grow by a multiple of this number of blocks; a prepared launch stays valid until they do."""
 
 
 class RetainedTokens:
@@ -26,19 +26,18 @@ class RetainedTokens:
     Args:
         lists: rows times KV heads.
         block_size, head_dim, dtype: as of the tokens' own blocks.
-        room: blocks that each list has room for at first. The kernel cuts lists into tasks by it, so rounding depends
-            on it.
+        blocks: of each list at first. The kernel cuts lists into tasks by their capacity, so rounding depends on it.
     """
 
-    def __init__(self, lists: int, block_size: int, head_dim: int, dtype: torch.dtype, room: int = 0) -> None:
+    def __init__(self, lists: int, block_size: int, head_dim: int, dtype: torch.dtype, blocks: int = 0) -> None:
         self.block_size, self.head_dim, self.dtype = block_size, head_dim, dtype
         self.pool = HostPool(1, block_size, head_dim, dtype)
         self.counts = np.zeros(lists, np.int64)
         """Tokens of each list."""
-        self._shape(lists, room)
+        self._shape(lists, blocks)
 
     def _shape(self, lists: int, blocks: int) -> None:
-        """Make arrays of empty lists with room for so many blocks each."""
+        """Make arrays of empty lists with a capacity of `blocks` blocks each."""
         tokens = blocks * self.block_size
         self.table = np.zeros((lists, blocks), np.int32)
         self.positions = np.zeros((lists, tokens), np.int32)
@@ -55,7 +54,7 @@ class RetainedTokens:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a list has room for."""
+        """The most tokens of a list before it grows."""
         return self.positions.shape[1]
 
     @property
@@ -160,7 +159,7 @@ class RetainedTokens:
             self._cut(i, int(np.searchsorted(self.positions[i, : self.counts[i]], border)))
 
     def cut(self, counts: np.ndarray) -> None:
-        """Keep the first so many tokens of each list, int64 `[B · Hkv]`."""
+        """Keep the first tokens of each list: their numbers, int64 `[B · Hkv]`."""
         for i in np.flatnonzero(self.counts > counts):
             self._cut(int(i), int(counts[i]))
 

@@ -137,7 +137,7 @@ class TokenMass(LayerState):
         return max((length - self.stagger) // self.store.block_size + 1 - self.window_blocks, 0)
 
     def reserve(self, length: int, query_heads: int) -> None:
-        """Allocate averages and marks for so many tokens; new ones are 0."""
+        """Allocate averages and marks for a number of tokens; new ones are 0."""
         have = self.average.shape[2]
         if have < length or self.average.shape[1] != query_heads:
             tokens = average_capacity(length, have, self.store.block_size)
@@ -346,15 +346,15 @@ class TokenMass(LayerState):
         k, v = store.narrowed(k), store.narrowed(v)
         yield retained.append(k, v, kept, start)
 
-    def _copy_marked(self, kept: np.ndarray, evicted: int, room: int = 0) -> RetainedTokens:
+    def _copy_marked(self, kept: np.ndarray, evicted: int, blocks: int = 0) -> RetainedTokens:
         """Make new lists of all marked tokens, in this thread.
 
         Args:
             kept: uint8 `[B, Hkv, T]`, marks of the tokens of `evicted` blocks at least.
-            room: as in `RetainedTokens`.
+            blocks: as in `RetainedTokens`.
         """
         store, size = self.store, self.store.block_size
-        retained = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype, room)
+        retained = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype, blocks)
         for start in range(0, evicted * size, TILE):
             for launch in self._copy(retained, kept, start, min(start + TILE, evicted * size)):
                 launch.run("kept tokens")
@@ -526,7 +526,7 @@ class TokenMass(LayerState):
 
 
 def token_mass_fields(sizes: LayerSizes, windows: range) -> dict[str, Field]:
-    """The fields of `TokenMass.tensors` for a layer whose window may have so many blocks."""
+    """The fields of `TokenMass.tensors` for a layer by the number of blocks that its window may have."""
     rows, tokens, known = sizes.rows, sizes.tokens, sizes.query_heads
     # A cache that was taken over has averages by KV head until something is resident.
     heads = known if sizes.placed or sizes.kv_heads in known else {sizes.kv_heads, *known}

@@ -137,7 +137,7 @@ class Sampling:
     local: int = 256
 
     def positions(self, tokens: int, seed: int, *, asked: bool = False) -> dict[int, list[int]]:
-        """Positions of the decode steps in a text of so many tokens, by the length of the prompt before them.
+        """Positions of the decode steps in a text, by the length of the prompt before them.
 
         asked: whether answers follow the prompts: half of the steps are drawn from the first tokens behind each.
         """

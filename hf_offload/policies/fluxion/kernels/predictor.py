@@ -142,7 +142,7 @@ def _layer(heads: Any, rows: int, weights: Array, source: int, stride: int, targ
 
 @jit
 def scratch_floats(network: Any, rows: int) -> int:
-    """Floats of `run_network`'s scratch for so many rows: features and both layers."""
+    """Floats of `run_network`'s scratch for `rows` rows: features and both layers."""
     return int(rows * (len(network.offset) + 2 * (network.outputs.shape[1] + LANES)) + LANES)
 
 

@@ -55,7 +55,7 @@ class TaskLists(NamedTuple):
 
 
 def make_task_lists(most: int) -> TaskLists:
-    """Empty lists for at most so many tasks."""
+    """Empty lists for at most `most` tasks."""
     return TaskLists(
         np.zeros((2, most), np.int32), np.zeros((2, most + 1)), np.zeros(2, np.int64), np.zeros(2, np.int64),
         np.array([[np.inf, 0.0], [np.inf, 0.0]]),

@@ -137,7 +137,7 @@ def choose_granularity(budgets: Any, b: int, h: int, group: int) -> int:
 
 @jit_for_python
 def runs_wanted(budget: float, blocks: int, span: int) -> int:
-    """Runs that hold a share of so many blocks, rounded up."""
+    """Number of runs that hold a share of the blocks, rounded up."""
     return min(math.ceil(budget * blocks / span * _ALMOST), (blocks + span - 1) // span)
 
 
@@ -197,7 +197,7 @@ def _join_runs(masses: Array, blocks: int, span: int, sums: bool, score: Array) 
     """Write the scores of runs of `span` blocks, -inf for those without a valid token; their number.
 
     Args:
-        masses: of so many blocks, as `copy_scores` writes them; used up.
+        masses: of all blocks, as `copy_scores` writes them; used up.
         sums: whether a run's score is the sum of its blocks' masses, or their largest.
     """
     runs = (blocks + span - 1) // span

@@ -81,7 +81,7 @@ def move_averages(
         alpha: what the weights count in the average, 0 to 1; in that of a token n steps old at least 1/n. With `share`:
             what the average loses in a step.
         share: what a weight counts beside the largest before it, or None.
-        after: with `share`, weights of a token's first so many steps do not count.
+        after: with `share`, number of a token's first steps whose weights do not count.
 
     Raises:
         ValueError: shapes that contradict each other, or a memory layout that the kernel does not cover.

@@ -84,7 +84,7 @@ class _Tile(NamedTuple):
 
 @jit
 def _make_tile(pool: Any, dim: int, more: int) -> tuple[Array, Any]:
-    """Scratch with so many bytes of the caller's, and the array that holds it."""
+    """Scratch with a number of bytes for the caller, and the array that holds it."""
     width = max(STEP_TOKENS, pool.block_size)
     scores, marks = 16 * dim, 16 * (dim + width)
     records = marks + 4 * width
@@ -328,7 +328,7 @@ def _check(pool: HostBlocks, queries: Queries, lse: Array) -> Queries:
 
 
 def _cut(pool: HostBlocks, queries: Queries, parts: int) -> tuple[int, int, int]:
-    """Cut the tokens into at most so many parts of whole steps.
+    """Cut the tokens into parts of whole steps, of which there are `parts` at most.
 
     The cut depends on shapes alone: results are the same on any number of threads.
 

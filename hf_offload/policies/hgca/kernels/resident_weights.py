@@ -55,7 +55,7 @@ def update_weights(
         softcap: bound of the scores (`cap·tanh(score / cap)`), or None.
         alpha: share of this step in the average, in (0, 1]; with `share`, what a peak loses in a step.
         share: what a weight counts beside the largest before it, or None.
-        after: with `share`, weights of a token's first so many steps do not count.
+        after: with `share`, number of a token's first steps whose weights do not count.
 
     Raises:
         TypeError: a tensor of another dtype.
