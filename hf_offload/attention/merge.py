@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_offload.scores import softmax
+
 
 def merge_partials(
     partials: Sequence[tuple[torch.Tensor, torch.Tensor]], sinks: torch.Tensor | None = None
@@ -22,10 +24,8 @@ def merge_partials(
     if len(partials) == 1 and sinks is None:
         return partials[0]
     lses = [lse for _, lse in partials]
-    stacked = torch.stack(lses if sinks is None else [*lses, sinks.expand_as(lses[0])])
-    total = stacked.logsumexp(0)
-    weights = (stacked - total.masked_fill(total == float("-inf"), 0.0)).exp()
-    out = partials[0][0] * weights[0].unsqueeze(-1)
-    for weight, (partial, _) in zip(weights[1:], partials[1:], strict=False):
+    weights, total = softmax(torch.stack(lses if sinks is None else [*lses, sinks.expand_as(lses[0])], -1))
+    out = partials[0][0] * weights[..., :1]
+    for weight, (partial, _) in zip(weights.unbind(-1)[1:], partials[1:], strict=False):
         out = out + partial * weight.unsqueeze(-1)
     return out, total

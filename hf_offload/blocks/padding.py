@@ -44,6 +44,10 @@ class Padding:
         self.grown: tuple[int, int] | None = None
         """If the last change only added tokens: the previous `version` and the number of tokens then; else None."""
 
+    def on(self, device: torch.device, tokens: int) -> torch.Tensor:
+        """Return whether each of the first `tokens` tokens is valid, bool `[B, tokens]` on a device."""
+        return torch.from_numpy(self.valid[:, :tokens] != 0).to(device)
+
     def sinks(self, tokens: int, size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """First block and end of the blocks with the first `tokens` valid tokens of each row, int32 `[B]` each.
 

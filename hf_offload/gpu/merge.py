@@ -7,6 +7,8 @@ from typing import no_type_check
 
 import torch
 
+from hf_offload.scores import softmax
+
 from .backend import FLOATS, ON_TRITON, jit, next_power_of_2, require, tl
 from .paged_attention import LN2, LOG2E
 
@@ -120,9 +122,10 @@ def _by_torch(
             there = torch.where(there == float("-inf"), there, there + shift)
         out = torch.cat([out, host.out.unsqueeze(2)], 2)
         lse = torch.cat([lse, there.unsqueeze(2)], 2)
-    logits = lse if sinks is None else torch.cat([lse, sinks.view(1, -1, 1).expand(lse.shape[0], -1, 1)], 2)
-    total = logits.logsumexp(2)
-    weights = (lse - total.masked_fill(total == float("-inf"), 0.0).unsqueeze(2)).exp().unsqueeze(3)
+    weights, total = softmax(
+        lse if sinks is None else torch.cat([lse, sinks.view(1, -1, 1).expand(len(lse), -1, 1)], 2)
+    )
+    weights = weights[:, :, : lse.shape[2], None]
     return (out * weights).masked_fill(weights == 0.0, 0.0).sum(2), total
 
 

@@ -11,7 +11,7 @@ from typing import no_type_check
 
 import torch
 
-from hf_offload.scores import Scores
+from hf_offload.scores import Scores, attend_tokens
 
 from .backend import FLOATS, ON_TRITON, constexpr, jit, next_power_of_2, require, tl
 
@@ -161,11 +161,8 @@ def _by_torch(
     _, seen = seen_tokens(blocks, counts, limits, valid, pool.shape[4])
     tokens = gather_slots(pool, slots, seen)
     k, v = tokens[:, :, :, 0].flatten(2, 3), tokens[:, :, :, 1].flatten(2, 3)
-    scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
-    shape = (query.shape[0], query.shape[1], 1)
-    return (weights @ v).view(*shape, query.shape[2]), lse.view(shape)
+    out, lse, _ = attend_tokens(query.float(), k, v, seen.flatten(2), Scores(scale, softcap))
+    return out.unsqueeze(2), lse.unsqueeze(2)
 
 
 def seen_tokens(
@@ -182,15 +179,6 @@ def seen_tokens(
         rows = torch.arange(batch, device=blocks.device).view(-1, 1, 1, 1)
         seen &= valid[rows, position.clamp(max=valid.shape[1] - 1)] != 0
     return position, seen
-
-
-def scores_by_torch(
-    query: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float | None
-) -> torch.Tensor:
-    """Scores fp32 `[B, Hkv, G, n]` against keys `[B, Hkv, n, D]`; −inf where `seen` `[B, Hkv, n]` is False."""
-    batch, heads, _, dim = k.shape
-    scores = Scores(scale, softcap).of(query.float().view(batch, heads, -1, dim) @ k.transpose(2, 3))
-    return scores.masked_fill(~seen.unsqueeze(2), float("-inf"))
 
 
 def gather_slots(pool: torch.Tensor, slots: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

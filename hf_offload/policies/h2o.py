@@ -13,8 +13,7 @@ import torch
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_number, check_tokens
 from hf_offload.policies.base import LayerState, Partial, Plan, Policy, Requirements
-from hf_offload.policies.tokens import attend, valid_tokens
-from hf_offload.scores import Scores
+from hf_offload.scores import Scores, attend_tokens
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -73,7 +72,7 @@ class Kept:
         Returns:
             out `[B, Hq, D]`, lse `[B, Hq]`; fp32.
         """
-        out, lse, weights = attend(query, self.keys, self.values, self.position != EMPTY, scores)
+        out, lse, weights = attend_tokens(query, self.keys, self.values, self.position != EMPTY, scores)
         self.score += weights.sum(2)
         return out, lse
 
@@ -188,7 +187,7 @@ class H2O(Policy):
         count, store = step.length - 1, step.store
         score = _summed_weights(step, count)
         recent, heavy = min(self._recent(count), count), min(self._heavy(count), count)
-        valid = valid_tokens(step, count)
+        valid = store.padding.on(store.device, count)
         rank = score.clone()
         rank[:, :, count - recent :] = math.inf
         best = rank.masked_fill(~valid[:, None], -math.inf).topk(min(heavy + recent, count), -1)
@@ -216,7 +215,7 @@ def _summed_weights(step: Step, count: int) -> torch.Tensor:
     query = torch.as_tensor(query, dtype=torch.float32, device=store.device)
     start, end = (count, count + 1) if last_queries is None else (last_queries.start, last_queries.end)
     last_key = torch.arange(start, end, device=store.device)  # the last token that each query attends
-    valid = valid_tokens(step, count)
+    valid = store.padding.on(store.device, count)
     query_valid = valid[:, last_key.clamp(max=count - 1)]  # False for queries of padding
     grouped = query.reshape(store.batch, store.num_kv_heads, -1, query.shape[3])  # `[B, Hkv, G·n, D]`
 

@@ -11,7 +11,7 @@ import torch
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST, check_flag, check_number, check_tokens
 from hf_offload.policies.base import LayerState, Partial, Plan, Policy, Requirements
-from hf_offload.policies.tokens import attend, valid_tokens
+from hf_offload.scores import attend_tokens
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
@@ -140,9 +140,9 @@ class InfiniGen(Policy):
         if state.count < step.length:  # of layers that share keys and values the first adds it
             self._add_partial_keys(state, new_key[:, :, None])
         key, value = fetch.arrive()
-        own = valid_tokens(step, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
+        own = step.store.padding.on(step.store.device, step.length)[:, -1, None, None].expand(*key.shape[:2], 1)
         query = torch.as_tensor(step.query, device=key.device)
-        out, lse, _ = attend(
+        out, lse, _ = attend_tokens(
             query, torch.cat((key, new_key[:, :, None]), 2), torch.cat((value, new_value[:, :, None]), 2),
             torch.cat((fetch.there, own), 2), step.scores,
         )  # fmt: skip
@@ -159,7 +159,7 @@ class InfiniGen(Policy):
         shape = (*state.basis.shape[:2], -1, state.basis.shape[2])
         query = torch.as_tensor(step.query, device=state.basis.device).view(shape) @ state.basis
         score = step.scores.of(query @ state.partial[:, :, :count].transpose(2, 3))
-        score = score.masked_fill(~valid_tokens(step, count)[:, None, None], -math.inf)
+        score = score.masked_fill(~step.store.padding.on(step.store.device, count)[:, None, None], -math.inf)
         best = score.amax(-1, keepdim=True)
         distance = (score - best.masked_fill(best == -math.inf, 0.0)).amax(2)  # the group's highest score decides
         chosen = distance.topk(max(math.ceil(self.share * count), 1), -1)
@@ -184,7 +184,11 @@ class InfiniGen(Policy):
         """Compute the directions in which a row's queries and keys are largest (section 4.3), and the partial keys."""
         last_queries, store, count = step.layer.last_queries, step.store, step.length - 1
         query = step.query[:, :, None] if last_queries is None else last_queries.values
-        seen = valid_tokens(step, count)[:, last_queries.start : last_queries.end] if last_queries is not None else None
+        seen = (
+            step.store.padding.on(step.store.device, count)[:, last_queries.start : last_queries.end]
+            if last_queries is not None
+            else None
+        )
         query = torch.as_tensor(query, dtype=torch.float32, device=store.device)
         if not query.isfinite().all():
             raise ValueError(
@@ -197,7 +201,7 @@ class InfiniGen(Policy):
         query = query.reshape(store.batch, store.num_kv_heads, -1, store.head_dim)
         directions = torch.linalg.eigh(query.transpose(2, 3) @ query).eigenvectors  # the right singular vectors
         weight = (query @ directions).abs().sum(2)
-        valid = valid_tokens(step, count)
+        valid = step.store.padding.on(step.store.device, count)
         for first, key, _ in step.earlier():
             valid_keys = valid[:, None, first : first + key.shape[2], None]
             weight += (key.float().masked_fill(~valid_keys, 0.0) @ directions).abs().sum(2)

@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from hf_offload.scores import Scores, softmax
+
 BLOCK = 16
 """Tokens of the smallest block."""
 
@@ -28,10 +30,7 @@ class Tokens(NamedTuple):
 
 def logits(query: torch.Tensor, tokens: Tokens, scale: float) -> torch.Tensor:
     """scale · q·k of every token, fp32 `[B, Hq, T]`; −inf for padding. query: `[B, Hq, D]`."""
-    batch, heads, _, dim = tokens.key.shape
-    group = query.shape[1] // heads
-    found = scale * (query.float().reshape(batch, heads, group, dim) @ tokens.key.float().transpose(2, 3))
-    return found.flatten(1, 2).masked_fill(~tokens.valid[:, None], -torch.inf)
+    return Scores(scale).of_tokens(query.float().contiguous(), tokens.key, tokens.valid[:, None]).flatten(1, 2)
 
 
 def attend(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
@@ -59,8 +58,7 @@ def attend_blocks(query: torch.Tensor, tokens: Tokens, scale: float) -> Partial:
     count = length // BLOCK
     group = query.shape[1] // heads
     scores = logits(query, tokens, scale).view(batch, heads, group, count, BLOCK)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    weights, lse = softmax(scores)
     # Padding may hold anything.
     value = tokens.value.float().masked_fill(~tokens.valid[:, None, :, None], 0.0)
     out = weights.transpose(2, 3) @ value.view(batch, heads, count, BLOCK, dim)
@@ -87,8 +85,7 @@ def join_blocks(parts: Partial, run: int) -> Partial:
     run = max(lse.shape[-1], 1) if run == -1 else run
     runs = in_runs(lse, run, -torch.inf)
     out = torch.nn.functional.pad(out, (0, 0, 0, runs.shape[-2] * run - lse.shape[-1]))
-    total = runs.logsumexp(-1)
-    weights = (runs - total.masked_fill(total == -torch.inf, 0.0)[..., None]).exp()
+    weights, total = softmax(runs)
     return (weights[..., None, :] @ torch.unflatten(out, -2, runs.shape[-2:]))[..., 0, :], total
 
 

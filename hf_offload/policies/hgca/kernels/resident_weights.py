@@ -16,11 +16,11 @@ from hf_offload.gpu.paged_attention import (
     find_tokens,
     gather_slots,
     regroup_heads,
-    scores_by_torch,
     seen_tokens,
     split_heads,
     tile_sizes,
 )
+from hf_offload.scores import Scores
 
 
 def update_weights(
@@ -116,7 +116,7 @@ def _by_torch(
     age = (limits[0] - position[:, :, None]).clamp(min=1).float()
     rate = (1 / age).clamp(min=alpha) if share is None else (age > after).float() * share
     k = gather_slots(pool, slots, seen)[:, :, :, 0].flatten(2, 3)
-    scores = scores_by_torch(query, k, seen.flatten(2), scale, softcap)
+    scores = Scores(scale, softcap).of_tokens(query.float(), k, seen.flatten(2))
     weights = (scores - lse.view(batch, heads, -1, 1)).exp().view(batch, heads, -1, slots.shape[2], size)
     row, head, entry = (torch.arange(slots.shape[2], device=slots.device) < counts.unsqueeze(-1)).nonzero().unbind(1)
     slot = slots[row, head, entry].long()
