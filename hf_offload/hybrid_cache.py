@@ -201,8 +201,7 @@ class HybridCache(Cache):
             residence.serve(hybrid_layers(self), weakref.WeakMethod(self.graph.close) if self.graph else None)
         owned = weakref.WeakSet(model.modules())
         for layer in hybrid_layers(self):
-            layer.modules, layer.transaction = owned.__contains__, weakref.ref(self.transaction)
-            layer.size_is_asked = bool(image_layers(config))  # Mllama asks all layers for it in every forward
+            layer.join(owned.__contains__, weakref.ref(self.transaction), bool(image_layers(config)))
 
     def _may_capture(self, model: PreTrainedModel, config: Any, wanted: bool | str, host_dtype: str | None) -> bool:
         """Whether decode steps are to be captured; what speaks against it is an error if they must be.

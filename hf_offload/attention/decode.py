@@ -72,16 +72,15 @@ def append(
             query, key, value, past, tiles, mask, scores=scores, sinks=sinks, tile=tile, before=attended_past,
             attended=attended,
         )  # fmt: skip
-    layer.pending = None
-    if fresh:
+    if layer.take_pending():
         store.append(key, value)
         seal(store, tile, key)
         layer.state.append(layer, query, scores)
-    layer.scores = scores
-    window = layer.requirements.query_window
+    queries, window = layer.last_queries, layer.requirements.query_window
     # Of layers that share keys and values, only the layer that stored them keeps queries, in chunks as in one prompt.
     if fresh and window and (layer.two_memories or layer.requirements.learns_from_prompts):
-        layer.last_queries = joined(layer.last_queries, query, past, window)
+        queries = joined(queries, query, past, window)
+    layer.remember(scores, queries)
     if query.device.type == "cpu" and query.shape[2] >= LONG:
         trim_heap_by_turns()
     if query.dtype == torch.float16 and query.shape[2] > MANY_IN_HALF and query.device.type == "cpu":
@@ -168,7 +167,7 @@ def decode(
             return decode_split.decode(layer, query, key, value, scores=scores, sinks=sinks)
     store = layer.store
     assert store is not None
-    fresh, layer.pending = layer.pending is not None, None
+    fresh = layer.take_pending()
     layer.state.before_token(layer)
     seal_waiting(store, layer.settings.prefill_tile)
     length = store.length + fresh
@@ -184,7 +183,7 @@ def decode(
     checks = layer.settings.checks
     if checks is not None and checks.due(layer.index, layer.stats.steps):
         step.check()
-    layer.ahead = None
+    layer.start_ahead(None)
     layer.stats.count_step(dense=False)
     if store.format.packs:
         store.pack_old(length - 1)  # before the next read; without the new token, which may be undone

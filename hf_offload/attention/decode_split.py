@@ -54,7 +54,7 @@ def place(layer: HybridLayer, query: torch.Tensor) -> None:
     # A pool without a free block grows by a quarter here, since growth in a step delays it and invalidates a graph.
     store.pool.release(store.pool.allocate(store.batch))
     store.reserve_digests()
-    layer.unplaced = False
+    layer.note_placed()
 
 
 def _resized(layer: HybridLayer) -> ResidentSet:
@@ -109,7 +109,7 @@ def decode(
     """Attend with one token on device and CPU; arguments and result as in `attention.decode.decode`."""
     store, stats = layer.store, layer.stats
     assert store is not None
-    fresh, layer.pending = layer.pending is not None, None
+    fresh = layer.take_pending()
     layer.state.before_token(layer)
     if layer.unplaced:
         place(layer, query)
@@ -148,7 +148,7 @@ def decode(
     if plan.host is not None and plan.host is layer.ahead and layer.mirror.capture is None:
         assert plan.host.predicted is not None
         layer.count("cosine", torch.cosine_similarity(plan.host.predicted, step.query, dim=-1).mean())
-    layer.ahead = None
+    layer.start_ahead(None)
     if not step.dense:
         layer.policy.after_layer(step, plan)
     if layer.mirror.capture is None:

@@ -63,11 +63,10 @@ class DrawnHostPartial(BlockHostPartial):
     @classmethod
     def of(cls, step: Step, samples: int, join: str) -> DrawnHostPartial:
         """Return the partial of a step's layer, made anew where sizes have changed."""
-        layer = step.layer
-        partial = layer.host_partial
-        if not isinstance(partial, DrawnHostPartial) or not partial.serves(step, samples, join):
-            partial = layer.host_partial = DrawnHostPartial(layer, step.query, samples, join)
-        return partial
+        return step.layer.host_partial_of(
+            lambda kept: isinstance(kept, DrawnHostPartial) and kept.serves(step, samples, join),
+            lambda: DrawnHostPartial(step.layer, step.query, samples, join),
+        )
 
     def serves(self, step: Step, samples: int, join: str) -> bool:
         """Whether the buffers have a step's sizes."""

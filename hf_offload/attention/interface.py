@@ -167,13 +167,13 @@ def _attend(
     total, padding = layer.total, layer.settings.padding
     decoding = length == 1 and total > 1
     if length != key.shape[2]:
-        layer.pending = None
+        layer.take_pending()
         raise ValueError(
             f"{type(module).__name__} passes {length} queries for {key.shape[2]} new tokens, but HybridCache needs one "
             "for each; use DynamicCache for this model"
         )
     if dense and attention_mask.shape[-1] < total:  # type: ignore[union-attr]
-        layer.pending = None
+        layer.take_pending()
         raise ValueError(
             f"{type(module).__name__} has a mask for {attention_mask.shape[-1]} of {total} keys: it asks the cache for "  # type: ignore[union-attr]
             "more than attention, or the mask given is too short; use DynamicCache, or a mask for all keys"
@@ -207,7 +207,7 @@ def _singles(layer: HybridLayer, module: torch.nn.Module, length: int, dense: bo
     singles = layer.settings.drafts.singles(length, layer.past)
     shared = layer.pending is None
     if singles and (dense or shared):
-        layer.pending = None
+        layer.take_pending()
         reason = "layers that share keys and values" if shared else "an attention mask of their own"
         raise ValueError(
             f"drafts for {type(module).__name__} come with {reason}, so that they cannot be attended one by one; use "
@@ -288,5 +288,5 @@ def _check(
         reasons.append("gradients of queries (run the model under torch.no_grad())")
     if not served:
         reasons.append("a model other than the one that the cache was made for (make a cache for this one)")
-    layer.pending = None
+    layer.take_pending()
     raise ValueError(f"HybridCache cannot serve {type(module).__name__}: {', '.join(reasons)}; or use DynamicCache")

@@ -276,8 +276,7 @@ class Step(ABC):
         self.begin()
         self.layer.drain_ahead()
         self.layer.write_back()
-        self.layer.ahead = fetch = TokenFetch(self.layer, numbers, counts, self.label("tokens"))
-        return fetch
+        return self.layer.start_ahead(TokenFetch(self.layer, numbers, counts, self.label("tokens")))
 
     def compare(self, predicted: Selection, wanted: Selection) -> None:
         """Count the share of the wanted blocks that was predicted (`selection_overlap`); with two memories only."""

@@ -244,8 +244,7 @@ class SplitStep(Step):
 
     def attend_early(self, host: Selection, *, correct: bool) -> BlockHostPartial:
         partial = self._host_partial(host)
-        self.layer.ahead = partial.start(self, host, correct=correct, label="early CPU attention")
-        return partial
+        return self.layer.start_ahead(partial.start(self, host, correct=correct, label="early CPU attention"))
 
     def read_ahead(self, host: Selection) -> None:
         self._host_partial(host).read(self, host)
@@ -256,18 +255,19 @@ class SplitStep(Step):
         Raises:
             ValueError: pairs that another draw or other work on the host has replaced.
         """
-        capacity = host.items.shape[2]
-        partial: BlockHostPartial | None = self.layer.host_partial
+        form = self.query.shape, host.items.shape[2]
         if host.weights is not None:
+            partial: DrawnHostPartial | None = self.layer.host_partial
             if not isinstance(partial, DrawnHostPartial) or partial.selection is not host:
                 raise ValueError(
                     "these pairs are of an earlier draw: with two memories a layer holds one list of pairs; attend a "
                     "draw before the next one, and before other blocks on the host"
                 )
             return partial
-        if type(partial) is not BlockHostPartial or partial.form != (self.query.shape, capacity):
-            partial = self.layer.host_partial = BlockHostPartial(self.layer, self.query, capacity)
-        return partial
+        return self.layer.host_partial_of(
+            lambda kept: type(kept) is BlockHostPartial and kept.form == form,
+            lambda: BlockHostPartial(self.layer, self.query, form[1]),
+        )
 
     # --- moving and counting -----------------------------------------------------------------------------------------
 

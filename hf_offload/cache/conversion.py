@@ -64,7 +64,6 @@ def _fill(layer: HybridLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.lazy_initialization(keys, values)
     assert layer.store is not None
     layer.check_arrivals(keys, values)
-    layer.revision = layer.settings.padding.revision
     layer.store.append(keys, values)
     seal(layer.store, layer.settings.prefill_tile, keys)
     layer.state.adopted(layer)
@@ -183,18 +182,18 @@ def fork_layers(source: list[Any], target: list[Any], padding: Padding, copied: 
 
 def _fork(source: HybridLayer, target: HybridLayer, *, whole: bool) -> None:
     """Fill a layer of a fork; without its resident set unless `whole`, which its next step places."""
-    target.scores, target.revision = source.scores, target.settings.padding.revision
+    target.remember(source.scores, source.last_queries)
     if source.store is None:
         return
     source.snapshots.clear()  # snapshots would restore blocks that are shared from here on
     source.write_back()
-    if source.resident is not None:
-        target.slots = source.resident.slots if whole else 0
+    slots = None if source.resident is None else source.resident.slots if whole else 0
     store = source.store
-    open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device)
+    open_layer(target, store.batch, store.num_kv_heads, store.head_dim, source.dtype, source.device, slots=slots)
     assert target.store is not None
     share_blocks(target.store, source.store)
-    target.last_queries, target.unplaced = source.last_queries, source.unplaced or not whole
+    if whole and not source.unplaced:
+        target.note_placed()
     if target.resident is not None and source.resident is not None and whole:
         target.resident.copy_from(source.resident)
     target.state.share(target, source.state)

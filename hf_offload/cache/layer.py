@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from hf_offload.cache.torch_modes import attended, uncompiled
 from hf_offload.gpu.block_topk import MOST_BLOCKS
 from hf_offload.policies.base import LayerState
 from hf_offload.scores import Scores
+
+Work = TypeVar("Work")
 
 
 class HybridLength(int):
@@ -108,6 +110,17 @@ class HybridLayer(CacheLayerMixin):
         if key_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"K and V are {key_states.dtype}; HybridCache holds float32, float16 and bfloat16")
         open_layer(self, batch, heads, dim, key_states.dtype, key_states.device, key_states.shape[2])
+
+    def join(
+        self, modules: Callable[[torch.nn.Module], bool], transaction: Callable[[], Any], size_is_asked: bool
+    ) -> None:
+        """Become a layer of a cache: of its model's modules, and of its transaction.
+
+        Args:
+            modules: whether a module is the model's; transaction: returns the transaction.
+            size_is_asked: whether the model's own code reads `keys` in a forward, for their size alone (Mllama).
+        """
+        self.modules, self.transaction, self.size_is_asked = modules, transaction, size_is_asked
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether an attention module belongs to the model that the cache was made for."""
@@ -323,6 +336,31 @@ class HybridLayer(CacheLayerMixin):
         """Whether a step with `length` tokens attends all of them on the device, without a choice."""
         return self.holds_all(length) and self.policy.attends_all(self, length)
 
+    def take_pending(self) -> bool:
+        """Return whether the forward has brought new K and V, and forget them: they are stored, or it has failed."""
+        pending, self.pending = self.pending, None
+        return pending is not None
+
+    def remember(self, scores: Scores | None, queries: LastQueries | None) -> None:
+        """Hold the model's scores and a prompt's last queries."""
+        self.scores, self.last_queries = scores, queries
+
+    def note_placed(self) -> None:
+        """The resident set holds its blocks."""
+        self.unplaced = False
+
+    def start_ahead(self, work: Work) -> Work:
+        """Hold work for a step that is started a layer ahead, until that step ends (None) or is drained; return it."""
+        self.ahead = work
+        return work
+
+    def host_partial_of(self, fits: Callable[[Any], bool], make: Callable[[], Work]) -> Work:
+        """Return the host partial that is kept from step to step, or a new one if it does not fit the step."""
+        if self.host_partial is None or not fits(self.host_partial):
+            self.host_partial = make()
+        kept: Work = self.host_partial
+        return kept
+
     def drain_ahead(self) -> None:
         """Wait for the host partial that was started a layer ahead, and drop it."""
         ahead, self.ahead = getattr(self, "ahead", None), None
@@ -522,8 +560,9 @@ class HybridLayer(CacheLayerMixin):
 
 
 def open_layer(
-    layer: HybridLayer, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int = 0
-) -> None:
+    layer: HybridLayer, batch: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, tokens: int = 0,
+    slots: int | None = None,
+) -> None:  # fmt: skip
     """Make the store, resident set and state of an empty layer.
 
     Args:
@@ -531,6 +570,7 @@ def open_layer(
         batch: rows; heads: KV heads; dim: head dimension.
         dtype, device: dtype and device of the model's K and V.
         tokens: tokens of the first prompt; with a device budget, their digests reduce the slots.
+        slots: slots for each row and KV head; None: by the settings.
 
     Raises:
         ValueError: one memory is asked for, but the model is on a device.
@@ -538,6 +578,7 @@ def open_layer(
     """
     settings, policy = layer.settings, layer.policy
     layer.dtype, layer.device, layer.device_type = dtype, device, device.type
+    layer.slots, layer.revision = slots, settings.padding.revision
     layer.two_memories = settings.tier == "split" or (settings.tier is None and device.type != "cpu")
     if settings.tier == "one" and device.type != "cpu":
         raise ValueError(f'tier="one" is for models on the CPU, but this one is on {device}; leave tier out')
@@ -551,7 +592,7 @@ def open_layer(
         scored_on_host=layer.requirements.scored_on_host,
     )  # fmt: skip
     if layer.two_memories:
-        budget, slots = settings.device_budget if layer.slots is None else None, layer.slots
+        budget = settings.device_budget if slots is None else None
         if slots is None:
             later = settings.residence is not None and settings.residence.decides(device)
             slots = 0 if later else settings.resident // settings.block_size

@@ -167,7 +167,7 @@ class Transaction:
         if interrupted:
             self._halt(layers)
         for layer in layers:
-            layer.pending = None
+            layer.take_pending()
             layer.snapshots.clear()
             layer.go_back(length)
             layer.forget_plans()

@@ -192,21 +192,13 @@ class SavedCache:
                     query_heads = query_heads_of(modules[index], described["heads"])
                     sizes = sizes_of(described, tensors.get("table"), settings.block_size, query_heads)
                     check_tensors(prefix, tensors, layer_fields(described, sizes, tensors, settings, sum(counts)))
-                layer.revision = settings.padding.revision
                 residence = settings.residence
                 asks = residence is not None and residence.decides(device)  # what fits this device
-                layer.slots = (
-                    tensors["block_of"].shape[2] if restore_resident and not asks and "block_of" in tensors else None
-                )
+                restored = restore_resident and not asks and "block_of" in tensors
                 open_layer(
-                    layer,
-                    described["batch"],
-                    described["heads"],
-                    described["dim"],
-                    sizes.dtype,
-                    device,
-                    described["length"],
-                )
+                    layer, described["batch"], described["heads"], described["dim"], sizes.dtype, device,
+                    described["length"], slots=tensors["block_of"].shape[2] if restored else None,
+                )  # fmt: skip
                 self._fill(layer, described, tensors, parts)
                 sealed = sealed and not layer.store.awaits_digests
                 for block_ids, stop, count in zip(blocks, np.cumsum(counts), counts, strict=True):
@@ -246,9 +238,9 @@ class SavedCache:
         store.revision += 1
         if store.digests is not None:
             _fill_digests(store.digests, described, tensors, parts)
-        layer.scores = None if described["scores"] is None else Scores(**described["scores"])
-        if "queries" in tensors:
-            layer.last_queries = LastQueries(tensors["queries"].to(layer.device), described["queries_end"])
+        held = "queries" in tensors
+        queries = LastQueries(tensors["queries"].to(layer.device), described["queries_end"]) if held else None
+        layer.remember(None if described["scores"] is None else Scores(**described["scores"]), queries)
         layer.state.load(layer, _of_layer(tensors, "state."))
         if layer.resident is not None and layer.slots is not None and described["placed"]:
             with self.sound():
@@ -256,7 +248,7 @@ class SavedCache:
             with layer.mirror.current():
                 layer.resident.reload(tensors["block_of"], tensors["worth"], tensors["known"])
             layer.state.placed(layer)
-            layer.unplaced = False
+            layer.note_placed()
 
 
 def _of_layer(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -73,7 +73,7 @@ class Fallback:
         for layer in list(self.layers):
             if isinstance(layer, HybridLayer) and layer.pending is not None and layer.changed:
                 key, value = layer.pending
-                layer.pending = None
+                layer.take_pending()
                 self._replace(layer.index, CHANGED).update(key, value)
         if len(self.reasons) > self._warned:
             self._warned = len(self.reasons)

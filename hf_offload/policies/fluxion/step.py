@@ -298,12 +298,12 @@ def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.
 
 def _partial_of(step: SplitStep, schedule: str | None) -> SelectedHostPartial:
     """The layer's host partial, with no work in flight; schedule None: `"priority"` on a GPU, else `"none"`."""
-    layer = step.layer
-    partial: SelectedHostPartial | None = layer.host_partial
+    layer, query = step.layer, step.query
     schedule = schedule or ("priority" if layer.device.type == "cuda" else "none")
-    if partial is None or partial.form != (step.query.shape, 0):
-        alone = schedule == "none"
-        partial = SelectedHostPartial(layer, step.query) if alone else ScheduledHostPartial(layer, step.query, schedule)
-        layer.host_partial = partial
+    alone = schedule == "none"
+    partial: SelectedHostPartial = layer.host_partial_of(
+        lambda kept: kept.form == (query.shape, 0),
+        lambda: SelectedHostPartial(layer, query) if alone else ScheduledHostPartial(layer, query, schedule),
+    )
     partial.cancel()
     return partial

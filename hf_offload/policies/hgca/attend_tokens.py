@@ -269,9 +269,10 @@ def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int
     partial: RetainedHostPartial | None = None
     samples = samples if mass.evicted else 0
     if samples or mass.retained.counts.any():
-        partial = step.layer.host_partial
-        if partial is None or partial.form != (step.query.shape, 0):
-            partial = step.layer.host_partial = RetainedHostPartial(step.layer, step.query)
+        layer, query = step.layer, step.query
+        partial = layer.host_partial_of(
+            lambda kept: kept.form == (query.shape, 0), lambda: RetainedHostPartial(layer, query)
+        )
         partial.attend(step, mass, samples)
     found = step.attend_device(window)
     if step.fresh:
