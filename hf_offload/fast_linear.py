@@ -126,7 +126,7 @@ class _Products(threading.local):
     """A thread's products by shape: two threads at once need arguments of their own."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], _Product] = {}
+        self.products: dict[tuple[Any, ...], _Product] = {}
 
     def multiply(
         self,
@@ -138,9 +138,9 @@ class _Products(threading.local):
     ) -> None:
         """Write x Wᵀ + b to `out`; `shape` is all that the launch depends on besides addresses and threads."""
         threads = torch.get_num_threads()
-        product = self.known.get((threads, shape))
+        product = self.products.get((threads, shape))
         if product is None:
-            product = self.known[threads, shape] = _Product(x, weight, bias, out, threads)
+            product = self.products[threads, shape] = _Product(x, weight, bias, out, threads)
         words, (i, j, k, n) = product.words, product.offsets
         words[i], words[j], words[n] = x.data_ptr(), weight.data_ptr(), out.data_ptr()
         words[k] = 0 if bias is None else bias.data_ptr()

@@ -171,10 +171,10 @@ class BlockHostPartial(HostPartial):
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Return the launches of an eager step; they are reused as long as the store's view stays the same."""
         view, key = self.store.view(self.store.length), (make.__name__, scores, self._correct)
-        known = self._planned.get(key)
-        if known is None or known[0] is not view:
-            known = self._planned[key] = view, make(scores)
-        return known[1]
+        planned = self._planned.get(key)
+        if planned is None or planned[0] is not view:
+            planned = self._planned[key] = view, make(scores)
+        return planned[1]
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         """Return new launches that attend the buffers' blocks, with their own counters and scratch memory."""

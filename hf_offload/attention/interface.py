@@ -157,7 +157,7 @@ def _attend(
     batch, _, length, _ = query.shape
     special = not _SPECIAL_ARGUMENTS.isdisjoint(kwargs)
     special = special and (kwargs.get("sliding_window") is not None or bool(_unsupported(kwargs)))
-    if special or dropout or length > 1 or query.requires_grad or layer.known() is not module:
+    if special or dropout or length > 1 or query.requires_grad or layer.last_module() is not module:
         _check(layer, module, query, attention_mask, dropout, kwargs)
     if torch.is_autocast_enabled(layer.device_type):  # `update` has cast K and V; nothing else may be cast
         with uncast(layer.device_type):

@@ -128,16 +128,16 @@ class DigestStore(ABC):
         """An object that changes identity whenever `arrays` returns other arrays, those of the query aside."""
 
     @abstractmethod
-    def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
+    def arrays(self, query: np.ndarray, scale: float, earlier: Digest | None = None) -> Digest:
         """The digest as CPU kernels take it (`digest_scores.Digest`).
 
         Args:
             query: `[B, Hq, D]` fp32.
             scale: softmax scale.
-            known: an earlier result for a query of this shape, which may be overwritten and returned again.
+            earlier: an earlier result for a query of this shape, which may be overwritten and returned again.
         """
 
-    def fill(self, known: Digest, query: np.ndarray, scale: float) -> None:
+    def fill(self, earlier: Digest, query: np.ndarray, scale: float) -> None:
         """Update a result of `arrays` for another query."""
         raise TypeError(f"{type(self).__name__} scores every query with the same arrays")
 
@@ -243,17 +243,17 @@ class VectorStore(DigestStore):
     def identity(self) -> Any:
         return self.blocks.arrays.get("vectors")
 
-    def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
+    def arrays(self, query: np.ndarray, scale: float, earlier: Digest | None = None) -> Digest:
         arrays = self.blocks.arrays
-        if isinstance(known, Vectors) and known.vectors is arrays["vectors"]:
-            self.fill(known, query, scale)
-            return known
+        if isinstance(earlier, Vectors) and earlier.vectors is arrays["vectors"]:
+            self.fill(earlier, query, scale)
+            return earlier
         ready = self._transform(torch.from_numpy(query), scale).numpy()
         return vectors(ready, arrays["vectors"], arrays["bias"], dtype=torch.float32)
 
-    def fill(self, known: Digest, query: np.ndarray, scale: float) -> None:
-        assert isinstance(known, Vectors)
-        np.copyto(known.query, self._transform(torch.from_numpy(query), scale).numpy())
+    def fill(self, earlier: Digest, query: np.ndarray, scale: float) -> None:
+        assert isinstance(earlier, Vectors)
+        np.copyto(earlier.query, self._transform(torch.from_numpy(query), scale).numpy())
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
         ready = self._transform(query, scores.scale)
@@ -361,7 +361,7 @@ class SubMeanStore(DigestStore):
     def identity(self) -> Any:
         return self.arrays(_NO_QUERY, 1.0) if self.device.type == "cpu" else None
 
-    def arrays(self, query: np.ndarray, scale: float, known: Digest | None = None) -> Digest:
+    def arrays(self, query: np.ndarray, scale: float, earlier: Digest | None = None) -> Digest:
         kept, found = self.blocks.arrays, self.bundle
         if not isinstance(found, SubMeans) or found.codes is not kept["codes"]:
             with self.lock:

@@ -52,7 +52,7 @@ class ResidentSet:
             self.block_of = torch.full(shape, FREE, dtype=torch.int32, device=store.device)
             self.slot_of = torch.full((*shape[:2], 0), FREE, dtype=torch.int32, device=store.device)
             self.worth = torch.zeros((*shape[:2], 0), dtype=torch.float32, device=store.device)
-            self.known = torch.zeros(1, dtype=torch.int32, device=store.device)
+            self.scored = torch.zeros(1, dtype=torch.int32, device=store.device)
         self._transfer: Transfer | None = None
         self.lacks = False
         """Whether a copy has failed since the set was placed, so that blocks may be missing though there are slots."""
@@ -75,9 +75,9 @@ class ResidentSet:
         other.wait()
         with torch.inference_mode(False):
             self.pool.copy_(other.pool)
-            self.block_of, self.slot_of, self.worth, self.known = other.state()
+            self.block_of, self.slot_of, self.worth, self.scored = other.state()
 
-    def reload(self, block_of: torch.Tensor, worth: torch.Tensor, known: torch.Tensor) -> None:
+    def reload(self, block_of: torch.Tensor, worth: torch.Tensor, scored: torch.Tensor) -> None:
         """Restore a saved set with as many slots over a store with the same tokens; arguments: its attributes.
 
         Blocks after the store's tokens are empty: they get a slot without data.
@@ -87,7 +87,7 @@ class ResidentSet:
         device = self.pool.device
         self.block_of.copy_(block_of)
         self.worth[:, :, : worth.shape[2]] = worth[:, :, : self.worth.shape[2]].to(device)
-        self.known.copy_(known)
+        self.scored.copy_(scored)
         rows, heads, slots = (block_of >= 0).nonzero(as_tuple=True)
         self.slot_of[rows, heads, block_of[rows, heads, slots].long()] = slots.int().to(device)
         wanted = (block_of >= 0) & (block_of < self.store.num_blocks)
@@ -105,11 +105,11 @@ class ResidentSet:
             smoothing: weight of the old worth, 0 … 1; 0 replaces it, also where it is −inf.
         """
         if smoothing:
-            old = self.mirror.numbers(score.shape[2]) < self.known
+            old = self.mirror.numbers(score.shape[2]) < self.scored
             torch.where(old, torch.add((1 - smoothing) * score, self.worth, alpha=smoothing), score, out=self.worth)
         else:
             self.worth.copy_(score)
-        self.known.copy_(limits[1:])
+        self.scored.copy_(limits[1:])
 
     def free(self) -> None:
         """Give the memory of the slots back; another set takes this one's place, or is tried again to be had."""
@@ -122,7 +122,7 @@ class ResidentSet:
         self.lacks = False
         self.block_of.fill_(FREE)
         self.slot_of.fill_(FREE)
-        self.known.zero_()
+        self.scored.zero_()
 
     def load(self, blocks: torch.Tensor, counts: torch.Tensor, label: str) -> None:
         """Replace the set by these blocks, in slots from 0 on, and wait: `[B, Hkv, M]` and `[B, Hkv]` int32."""
@@ -151,7 +151,7 @@ class ResidentSet:
         """
         return Moves(
             *exchanging.exchange(
-                self.worth, self.known, self.block_of, self.slot_of, *sinks, limits, recent=recent, due=due
+                self.worth, self.scored, self.block_of, self.slot_of, *sinks, limits, recent=recent, due=due
             )
         )
 
@@ -159,7 +159,7 @@ class ResidentSet:
         """Give the block of the next token the slot of the block of least worth; arguments as in `exchange`."""
         self.wait()
         exchanging.open_block(
-            self.worth, self.known, self.block_of, self.slot_of, *sinks, limits,
+            self.worth, self.scored, self.block_of, self.slot_of, *sinks, limits,
             block_size=self.store.block_size, recent=recent,
         )  # fmt: skip
 
@@ -202,8 +202,8 @@ class ResidentSet:
 
         A captured graph always does so, since it cannot get addresses from the host.
         """
-        known = self.store.pool.pinned and self.store.format.read_by_device
-        return known or self.mirror.capture is not None
+        readable = self.store.pool.pinned and self.store.format.read_by_device
+        return readable or self.mirror.capture is not None
 
     def _read(self, moves: Moves) -> None:
         """Start a kernel on the recall stream that reads the blocks in host memory."""
@@ -247,8 +247,8 @@ class ResidentSet:
         self.slot_of[rows, heads, moves.blocks[rows, heads, column].long()] = FREE
 
     def state(self) -> tuple[torch.Tensor, ...]:
-        """A copy of the metadata: `block_of`, `slot_of`, `worth`, `known`."""
-        return tuple(part.clone() for part in (self.block_of, self.slot_of, self.worth, self.known))
+        """A copy of the metadata: `block_of`, `slot_of`, `worth`, `scored`."""
+        return tuple(part.clone() for part in (self.block_of, self.slot_of, self.worth, self.scored))
 
     def restore(self, state: tuple[torch.Tensor, ...], label: str) -> None:
         """Restore the metadata of `state`; blocks that have lost their slot since then are fetched.
@@ -256,13 +256,13 @@ class ResidentSet:
         A block that was not on the host then was stored there before it could lose its slot.
         """
         self.wait()
-        block_of, slot_of, worth, known = state
+        block_of, slot_of, worth, scored = state
         lost, slots = ((block_of != self.block_of) & (block_of != FREE)).sort(dim=-1, descending=True, stable=True)
         self.block_of.copy_(block_of)
         self.slot_of.fill_(FREE)
         self.slot_of[:, :, : slot_of.shape[2]] = slot_of
         self.worth[:, :, : worth.shape[2]] = worth
-        self.known.copy_(known)
+        self.scored.copy_(scored)
         self.fetch(Moves(slots.int(), block_of.gather(2, slots), lost.sum(-1, dtype=torch.int32)), label)
 
     def keys(self, block: int) -> torch.Tensor:

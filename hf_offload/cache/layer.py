@@ -58,7 +58,7 @@ class HybridLayer(CacheLayerMixin):
         self.policy, self.requirements = settings.policy, settings.policy.requirements
         self.modules: Callable[[torch.nn.Module], bool] = lambda module: True
         """Whether an attention module belongs to the model that the cache was made for."""
-        self.known: Callable[[], torch.nn.Module | None] = lambda: None
+        self.last_module: Callable[[], torch.nn.Module | None] = lambda: None
         """The last module for which `modules` was true."""
         self.transaction: Callable[[], Any] = lambda: None
         """The `Transaction` of the layer's cache."""
@@ -124,11 +124,11 @@ class HybridLayer(CacheLayerMixin):
 
     def serves(self, module: torch.nn.Module) -> bool:
         """Whether an attention module belongs to the model that the cache was made for."""
-        if self.known() is module:
+        if self.last_module() is module:
             return True
         ours = self.modules(module)
         if ours:
-            self.known = weakref.ref(module)
+            self.last_module = weakref.ref(module)
         return ours
 
     @property
@@ -298,7 +298,7 @@ class HybridLayer(CacheLayerMixin):
         digests = store.digests
         parts = (
             store.tables.table(), store.tables.block_ptr(), resident.pool, resident.block_of, resident.slot_of,
-            resident.worth, resident.known, self.state,
+            resident.worth, resident.scored, self.state,
             *(() if digests is None or not digests.frozen else digests.held()),
         )  # fmt: skip
         if self._device_view is None or not self._device_view.names(parts):

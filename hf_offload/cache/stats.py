@@ -359,11 +359,11 @@ def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for key in dict.fromkeys(key for layer in reported for key in layer):
-        known = [
+        values = [
             layer[key] for layer in reported if key in layer
         ]  # a model on several devices shares tasks in some layers
-        if isinstance(known[0], dict):
-            found[key] = {tokens: sum(each[tokens] for each in known) / len(known) for tokens in known[0]}
+        if isinstance(values[0], dict):
+            found[key] = {tokens: sum(each[tokens] for each in values) / len(values) for tokens in values[0]}
         else:
-            found[key] = sum(known) if key.endswith(("_bytes", "_seconds")) else sum(known) / len(known)
+            found[key] = sum(values) if key.endswith(("_bytes", "_seconds")) else sum(values) / len(values)
     return found

@@ -42,8 +42,8 @@ def likeness(config: Any, stack: nn.Module) -> dict[str, Any]:
 
 
 def _config(config: Any) -> dict[str, Any]:
-    known = {key: value for key, value in config.to_dict().items() if key[0] != "_" and key not in _IRRELEVANT}
-    plain: dict[str, Any] = json.loads(json.dumps(known, default=str))
+    relevant = {key: value for key, value in config.to_dict().items() if key[0] != "_" and key not in _IRRELEVANT}
+    plain: dict[str, Any] = json.loads(json.dumps(relevant, default=str))
     return plain
 
 

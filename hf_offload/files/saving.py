@@ -234,5 +234,5 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     found |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
     if layer.resident is not None and layer.is_least:
         resident = layer.resident
-        found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.known}
+        found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.scored}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}

@@ -28,7 +28,7 @@ SLOT_BITS, SLOT_MASK = constexpr(14), constexpr((1 << 14) - 1)
 
 def exchange(
     worth: torch.Tensor,
-    known: torch.Tensor,
+    scored: torch.Tensor,
     block_of: torch.Tensor,
     slot_of: torch.Tensor,
     low: torch.Tensor,
@@ -46,8 +46,8 @@ def exchange(
     is first, to go and to come. A block that is worth -inf or NaN never comes.
 
     Args:
-        worth: fp32 `[B, Hkv, N]`, N up to 16384, of the first `known` blocks; the rest may be anything.
-        known: int32 `[1]`.
+        worth: fp32 `[B, Hkv, N]`, N up to 16384, of the first `scored` blocks; the rest may be anything.
+        scored: int32 `[1]`.
         block_of: int32 `[B, Hkv, R]`, R up to 1024, the block in each slot, -1 = free; updated.
         slot_of: int32 `[B, Hkv, N]`, the slot of each block, -1 = not resident; updated.
         low, high: int32 `[B]`, first block and end of each row's sinks.
@@ -62,16 +62,16 @@ def exchange(
         ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
         TypeError: another dtype.
     """
-    _check(worth, known, block_of, slot_of, low, high, limits, recent, due)
+    _check(worth, scored, block_of, slot_of, low, high, limits, recent, due)
     if block_of.shape[2] > MOST_EXCHANGED:
         raise ValueError(f"{block_of.shape[2]} slots a KV head are more than the {MOST_EXCHANGED} that are sorted")
     if worth.device.type not in ON_TRITON:
-        return _by_torch(worth, known, block_of, slot_of, low, high, limits, recent, due)
+        return _by_torch(worth, scored, block_of, slot_of, low, high, limits, recent, due)
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
     moved_slots, moved_blocks = torch.empty_like(block_of), torch.empty_like(block_of)
     counts = torch.empty(batch, heads, dtype=torch.int32, device=worth.device)
     exchange_kernel[(batch * heads,)](
-        worth, known, block_of, slot_of, low, high, limits, due, moved_slots, moved_blocks, counts, heads, blocks,
+        worth, scored, block_of, slot_of, low, high, limits, due, moved_slots, moved_blocks, counts, heads, blocks,
         slots, recent, SLOTS=padded_slots(slots), **padded_width(blocks),
     )  # fmt: skip
     return moved_slots, moved_blocks, counts
@@ -79,7 +79,7 @@ def exchange(
 
 def open_block(
     worth: torch.Tensor,
-    known: torch.Tensor,
+    scored: torch.Tensor,
     block_of: torch.Tensor,
     slot_of: torch.Tensor,
     low: torch.Tensor,
@@ -94,22 +94,22 @@ def open_block(
     Nothing happens while a block is unfinished, nor where no slot may change hands.
 
     Args:
-        worth, known, block_of, slot_of, low, high, limits, recent: as for `exchange`; N above length / block_size.
+        worth, scored, block_of, slot_of, low, high, limits, recent: as for `exchange`; N above length / block_size.
         block_size: tokens a block.
 
     Raises:
         ValueError: numbers out of range, or shapes, devices or layouts that do not fit.
         TypeError: another dtype.
     """
-    _check(worth, known, block_of, slot_of, low, high, limits, recent)
+    _check(worth, scored, block_of, slot_of, low, high, limits, recent)
     if block_size < 1:
         raise ValueError(f"block_size {block_size} must be at least 1")
     if worth.device.type not in ON_TRITON:
-        _open_by_torch(worth, known, block_of, slot_of, low, high, limits, block_size, recent)
+        _open_by_torch(worth, scored, block_of, slot_of, low, high, limits, block_size, recent)
         return
     (batch, heads, slots), blocks = block_of.shape, slot_of.shape[2]
     open_block_kernel[(batch * heads,)](
-        worth, known, block_of, slot_of, low, high, limits, heads, blocks, slots, block_size, recent,
+        worth, scored, block_of, slot_of, low, high, limits, heads, blocks, slots, block_size, recent,
         CHUNK=min(padded_slots(slots), MOST_EXCHANGED), num_warps=4,
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def padded_slots(slots: int) -> int:
 
 
 def _check(
-    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
+    worth: torch.Tensor, scored: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
     high: torch.Tensor, limits: torch.Tensor, recent: int, due: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     batch, heads, blocks = worth.shape
@@ -130,7 +130,7 @@ def _check(
     require(
         worth.device,
         worth=(worth, F32, (batch, heads, blocks)),
-        known=(known, I32, (1,)),
+        scored=(scored, I32, (1,)),
         block_of=(block_of, I32, (batch, heads, slots)),
         slot_of=(slot_of, I32, (batch, heads, blocks)),
         low=(low, I32, (batch,)),
@@ -143,12 +143,12 @@ def _check(
 
 
 def _by_torch(
-    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
+    worth: torch.Tensor, scored: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
     high: torch.Tensor, limits: torch.Tensor, recent: int, due: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     slots, n = block_of.shape[2], torch.arange(worth.shape[2], dtype=torch.int32, device=worth.device)
     may = _may_change(block_of, low, high, limits, recent)
-    movable = (n >= high[:, None, None]) & (n < limits[1] - recent) & (n < known)
+    movable = (n >= high[:, None, None]) & (n < limits[1] - recent) & (n < scored)
     wanted = best(torch.where(movable, worth, -torch.inf), may.sum(-1), slots)
     gone = wanted & (slot_of < 0)
     blocks = together(n.expand(worth.shape), gone, slots)
@@ -157,7 +157,7 @@ def _by_torch(
     blocks = blocks.gather(2, value.argsort(dim=-1, descending=True, stable=True))
 
     kept = (block_of >= 0) & wanted.gather(2, block_of.clamp(min=0).long())
-    order, victims = _order_of_slots(worth, known, block_of), may & ~kept
+    order, victims = _order_of_slots(worth, scored, block_of), may & ~kept
     moved = together(order, victims.gather(2, order.long()), slots)
     counts = gone.sum(-1).minimum(victims.sum(-1)).int()
     if due is not None:
@@ -167,11 +167,11 @@ def _by_torch(
 
 
 def _open_by_torch(
-    worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
+    worth: torch.Tensor, scored: torch.Tensor, block_of: torch.Tensor, slot_of: torch.Tensor, low: torch.Tensor,
     high: torch.Tensor, limits: torch.Tensor, block_size: int, recent: int,
 ) -> None:  # fmt: skip
     may = _may_change(block_of, low, high, limits, recent)
-    order = _order_of_slots(worth, known, block_of)
+    order = _order_of_slots(worth, scored, block_of)
     slot = together(order, may.gather(2, order.long()), 1)
     block = (limits[0] // block_size).expand(slot.shape)
     _assign(block_of, slot_of, slot, block, may.any(-1, keepdim=True) & (limits[0] % block_size == 0))
@@ -185,11 +185,11 @@ def _may_change(
     return (block_of < 0) | (block_of < low) | ((block_of >= high) & (block_of < limits[1] - recent))
 
 
-def _order_of_slots(worth: torch.Tensor, known: torch.Tensor, block_of: torch.Tensor) -> torch.Tensor:
+def _order_of_slots(worth: torch.Tensor, scored: torch.Tensor, block_of: torch.Tensor) -> torch.Tensor:
     """All slots, int32 `[B, Hkv, R]`: free ones, then by rising worth, then by block."""
     value = worth.gather(2, block_of.clamp(min=0).long())
     value = torch.where((block_of >= 0) & (value > -torch.inf), value, -torch.inf)
-    value = torch.where(block_of >= known, torch.inf, value)
+    value = torch.where(block_of >= scored, torch.inf, value)
     by_block = block_of.argsort(dim=-1, stable=True)
     return by_block.gather(2, value.gather(2, by_block).argsort(dim=-1, stable=True)).int()
 
@@ -219,7 +219,7 @@ LAST = constexpr(2**63 - 1)
 @no_type_check
 def exchange_kernel(
     worth_ptr,  # [B, Hkv, N]
-    known_ptr,  # [1]
+    scored_ptr,  # [1]
     block_of_ptr,  # [B, Hkv, R]
     slot_of_ptr,  # [B, Hkv, N]
     low_ptr,  # [B]
@@ -249,10 +249,10 @@ def exchange_kernel(
     newest = tl.load(limits_ptr + 1) - recent
     low = tl.load(low_ptr + line // kv_heads)
     first = tl.maximum(tl.load(high_ptr + line // kv_heads), 0)
-    known = tl.load(known_ptr)
-    last = tl.minimum(tl.minimum(newest, known), blocks)
+    scored = tl.load(scored_ptr)
+    last = tl.minimum(tl.minimum(newest, scored), blocks)
     every_slot = tl.arange(0, SLOTS)
-    held, held_keys, ranks = look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, every_slot, slots)
+    held, held_keys, ranks = look_at_slots(worth_ptr, scored, block_of_ptr, low, first, newest, every_slot, slots)
     room = tl.sum((ranks != LAST).to(tl.int32), 0)
 
     # The most wanted blocks; those that are missing are brought together in the order of their numbers.
@@ -292,7 +292,7 @@ def exchange_kernel(
 @no_type_check
 def open_block_kernel(
     worth_ptr,  # [B, Hkv, N]
-    known_ptr,  # [1]
+    scored_ptr,  # [1]
     block_of_ptr,  # [B, Hkv, R]
     slot_of_ptr,  # [B, Hkv, N]
     low_ptr,  # [B]
@@ -316,11 +316,11 @@ def open_block_kernel(
     newest = tl.load(limits_ptr + 1) - recent
     low = tl.load(low_ptr + line // kv_heads)
     first = tl.maximum(tl.load(high_ptr + line // kv_heads), 0)
-    known = tl.load(known_ptr)
+    scored = tl.load(scored_ptr)
     rank = tl.full((), LAST, tl.int64)
     for start in range(0, slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        _, _, ranks = look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slot, slots)
+        _, _, ranks = look_at_slots(worth_ptr, scored, block_of_ptr, low, first, newest, slot, slots)
         rank = tl.minimum(rank, tl.min(ranks, 0))
     if rank == LAST:
         return
@@ -335,7 +335,7 @@ def open_block_kernel(
 
 @jit
 @no_type_check
-def look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slot, slots):
+def look_at_slots(worth_ptr, scored, block_of_ptr, low, first, newest, slot, slots):
     """What some slots of a row and KV head hold, and in which order they are given up.
 
     Returns:
@@ -345,7 +345,7 @@ def look_at_slots(worth_ptr, known, block_of_ptr, low, first, newest, slot, slot
     """
     held = tl.load(block_of_ptr + slot, mask=slot < slots, other=-1)
     # Blocks that are newer than any score are worth most.
-    worth = tl.load(worth_ptr + held, mask=(held >= 0) & (held < known), other=float("inf"))
+    worth = tl.load(worth_ptr + held, mask=(held >= 0) & (held < scored), other=float("inf"))
     keys = ordered(tl.where(held < 0, float("-inf"), worth))
     ranks = (keys.to(tl.int64) << 32) | ((held + 1).to(tl.int64) << SLOT_BITS) | slot
     may = (slot < slots) & ((held < 0) | (held < low) | ((held >= first) & (held < newest)))

@@ -569,8 +569,8 @@ def graphed(model: nn.Module) -> GraphedForward:
 def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
     """Split a forward's arguments into the tensors and the others of a decode step; None if it is not a plain one."""
     ids = kwargs.get("input_ids")
-    known = _GRAPH_INPUTS + _HOST_ARGUMENTS
-    others = any(isinstance(value, torch.Tensor) and name not in known for name, value in kwargs.items())
+    handled = _GRAPH_INPUTS + _HOST_ARGUMENTS
+    others = any(isinstance(value, torch.Tensor) and name not in handled for name, value in kwargs.items())
     if others or ids is None or ids.shape[1] != 1 or kwargs.get("return_dict") is False:
         return None
     if torch.is_autocast_enabled(ids.device.type):
@@ -591,7 +591,7 @@ def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torc
         return None  # models differ in the positions of padded rows
     if positions is None:
         positions = torch.full_like(ids, past)
-    fixed = {name: value for name, value in kwargs.items() if name not in known}
+    fixed = {name: value for name, value in kwargs.items() if name not in handled}
     return {"input_ids": ids, "position_ids": positions}, fixed
 
 

@@ -139,7 +139,7 @@ class Capture:
         return self.flags[2 * len(self.announced) - 2, :1]
 
     def _number(self, key: object) -> int:
-        return next(i for i, known in enumerate(self.announced) if known.key is key)
+        return next(i for i, each in enumerate(self.announced) if each.key is key)
 
     def wait(self, key: object) -> None:
         """Make the device wait for the CPU's result of a piece of work."""

@@ -169,13 +169,13 @@ class ModelState:
         children = [(m._modules, name) for m in modules for name in m._modules]
         kinds = [kind for m in modules for kind in (m._parameters, m._buffers)]
         weights = [(kind, name) for kind in kinds for name, tensor in kind.items() if tensor is not None]
-        # Tensors of a class of their own (quantised weights) may have no address: these are known as objects.
-        known: list[tuple[Any, str]] = [*children, *(w for w in weights if not _has_address(w[0][w[1]]))]
-        locations = [*known, *(w for w in weights if _has_address(w[0][w[1]]))]
+        # Tensors of a class of their own (quantised weights) may have no address: these are objects as objects.
+        objects: list[tuple[Any, str]] = [*children, *(w for w in weights if not _has_address(w[0][w[1]]))]
+        locations = [*objects, *(w for w in weights if _has_address(w[0][w[1]]))]
         self._locations, self._names = [location for location, _ in locations], [name for _, name in locations]
         found = self._held()
-        self._objects = found[: len(known)]
-        self._addresses = list(map(_address, found[len(known) :]))
+        self._objects = found[: len(objects)]
+        self._addresses = list(map(_address, found[len(objects) :]))
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._count = sum(map(len, self._hooks))
         self._adapted = [m for m in modules if _root(m) == "peft"]

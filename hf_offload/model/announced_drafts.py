@@ -86,18 +86,18 @@ class _BeforeModel:
         drafts = cache.settings.drafts
         keep, past = kwargs.get("logits_to_keep"), cache.get_seq_length()
         drafts.coming = keep - 1 if isinstance(keep, int) and keep > 1 else 0
-        known = past - int((cache.settings.padding.valid[0, :past] == 0).sum()) if past and drafts.fresh else 0
-        if known and _repeats_cached(kwargs, known):
+        cached = past - int((cache.settings.padding.valid[0, :past] == 0).sum()) if past and drafts.fresh else 0
+        if cached and _repeats_cached(kwargs, cached):
             return args, _without_cached(kwargs, past)
         _check_mask(kwargs, past)
         return None
 
 
-def _repeats_cached(kwargs: dict[str, Any], known: int) -> bool:
-    """Whether a forward repeats the whole conversation, of which `known` tokens are cached."""
+def _repeats_cached(kwargs: dict[str, Any], cached: int) -> bool:
+    """Whether a forward repeats the whole conversation, of which `cached` tokens are cached."""
     positions = kwargs.get("position_ids")
     # The first token, or padding before it, has position 0 or 1.
-    return isinstance(positions, torch.Tensor) and int(positions.flatten()[0]) in {0, 1} - {known}
+    return isinstance(positions, torch.Tensor) and int(positions.flatten()[0]) in {0, 1} - {cached}
 
 
 def _check_mask(kwargs: dict[str, Any], past: int) -> None:

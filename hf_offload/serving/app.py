@@ -78,8 +78,8 @@ class Service:
             raise RequestError(f"Content-Type {kind!r} is not supported; send application/json", status=415)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         request.state.key = key.strip() if self.keys and scheme.lower() == "bearer" else ""
-        known = [hmac.compare_digest(request.state.key.encode(), each.encode()) for each in self.keys]
-        if known and not any(known) and request.scope["path"] != "/health":
+        valid = [hmac.compare_digest(request.state.key.encode(), each.encode()) for each in self.keys]
+        if valid and not any(valid) and request.scope["path"] != "/health":
             raise RequestError("Authorization has no API key of this server", None, "invalid_api_key", status=401)
 
     async def _ask(self, request: Request) -> Response:

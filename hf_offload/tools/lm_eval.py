@@ -73,9 +73,9 @@ class Totals:
         found: dict[str, Any] = {"caches": len(self._stats)}
         found |= {key: sum(stats[key] for stats in self._stats) for key in self.SUMS}
         for key in self.MEANS:
-            known = [stats for stats in self._stats if stats[key] is not None]
-            steps = sum(stats["steps"] for stats in known)
-            found[key] = sum(stats[key] * stats["steps"] for stats in known) / steps if steps else None
+            counted = [stats for stats in self._stats if stats[key] is not None]
+            steps = sum(stats["steps"] for stats in counted)
+            found[key] = sum(stats[key] * stats["steps"] for stats in counted) / steps if steps else None
         return found | {key: max((stats[key] for stats in self._stats), default=0) for key in self.PEAKS}
 
 

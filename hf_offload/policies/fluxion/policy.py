@@ -167,7 +167,7 @@ class Fluxion(Policy):
         return loaded
 
     @property
-    def known(self) -> Predictor:
+    def trained(self) -> Predictor:
         """The predictor.
 
         Raises:
@@ -179,9 +179,9 @@ class Fluxion(Policy):
 
     @property
     def requirements(self) -> Requirements:
-        known = self.known
+        trained = self.trained
         return Requirements(
-            sinks=known.sinks, recent=known.local, digest=known.digest, digest_memory="host", leaves_out=True,
+            sinks=trained.sinks, recent=trained.local, digest=trained.digest, digest_memory="host", leaves_out=True,
             query_window=1, learns_from_prompts=True,
         )  # fmt: skip
 
@@ -196,8 +196,8 @@ class Fluxion(Policy):
             )
 
     def new_state(self, layer: HybridLayer) -> FluxionState:
-        assert self.network is not None, "a predictor that is known has a network"
-        make = partial(LayerPredictor, self.known, self.network, skip_streaming=self.skip_streaming)
+        assert self.network is not None, "a predictor that is trained has a network"
+        make = partial(LayerPredictor, self.trained, self.network, skip_streaming=self.skip_streaming)
         return FluxionState(layer, make)
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
@@ -217,7 +217,7 @@ class Fluxion(Policy):
         if state.predictor is None or step.host_end >= 2 * state.blocks:
             anchor = local.query if state.predictor is not None else anchor_of(step)
             statistics, _ = prompt_statistics(
-                step.layer.index, anchor, *segments_of(step, anchor), taus=(self.tau,), digest=self.known.digest,
+                step.layer.index, anchor, *segments_of(step, anchor), taus=(self.tau,), digest=self.trained.digest,
                 scale=step.scores.scale,
             )  # fmt: skip
             state.learn(statistics, step.host_end)

@@ -239,7 +239,7 @@ class HeadPredictor(nn.Module):
         about, tensors = _file(path)
         with _whole(path):
             odd = unlikeness(about["model"], dict(model))
-            names = {float(known): str(known) for known in about["predictors"]}
+            names = {float(trained): str(trained) for trained in about["predictors"]}
         if odd is not None:
             raise ValueError(f"{path} was trained for another model: {odd}; train one for this model")
         if about["features"] != list(FEATURES):
@@ -247,9 +247,9 @@ class HeadPredictor(nn.Module):
         if about["granularities"] != list(GRANULARITIES):
             raise ValueError(f"{path} was trained for block sizes {shown(about['granularities'])}; {_TRAIN}")
         if tau not in names:
-            known = ", ".join(f"{value:g}" for value in sorted(names))
+            trained = ", ".join(f"{value:g}" for value in sorted(names))
             raise ValueError(
-                f"tau={tau:g} is none that {path} was trained for; use one of {known}, or train it for more"
+                f"tau={tau:g} is none that {path} was trained for; use one of {trained}, or train it for more"
             )
         prefix = f"{names[tau]}/"
         weights = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
@@ -370,15 +370,15 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
         about = json.loads(metadata.get("about", "{}"))
-        known, digest = about.get("format"), _digest(tensors, metadata.get("about", ""))
+        saved_format, digest = about.get("format"), _digest(tensors, metadata.get("about", ""))
     except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError, RuntimeError, OSError) as error:
         raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
-    if known is None:
+    if saved_format is None:
         raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
-    if known != FORMAT:
+    if saved_format != FORMAT:
         raise ValueError(
-            f"{path} is no predictor of format {FORMAT}, it says {shown(known)}; {_TRAIN}, into the same folder: the "
-            "samples that are there serve again"
+            f"{path} is no predictor of format {FORMAT}, it says {shown(saved_format)}; {_TRAIN}, into the same folder: "
+            "the samples that are there serve again"
         )
     if metadata.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")

@@ -52,8 +52,8 @@ class Pace:
     def seconds(self) -> tuple[float, float]:
         """Seconds a byte of a CPU thread and of the device; an unknown side counts as the other."""
         cpu, device = self._seconds
-        known = cpu or device or 1.0
-        return cpu or known, device or known
+        measured = cpu or device or 1.0
+        return cpu or measured, device or measured
 
     def learn(self, side: int, volume: float, seconds: float) -> None:
         """Take a step into the pace.

@@ -141,12 +141,12 @@ class LocalBlocks:
             kv_heads: of the layer.
         """
         low, high = sinks
-        known = (end, blocks, kv_heads)
-        if self._made is None or self._made[0] != known or self._made[1] is not low:
+        sizes = (end, blocks, kv_heads)
+        if self._made is None or self._made[0] != sizes or self._made[1] is not low:
             newest = np.maximum(low, end)  # a row may begin behind `end`
             spans = (low, np.minimum(high, newest)), (newest, np.full_like(low, blocks))
             one, two = (self._convert(_consecutive(first, stop, blocks, kv_heads, self._size)) for first, stop in spans)
-            self._made = known, low, (one, two)
+            self._made = sizes, low, (one, two)
         return self._made[2]
 
 

@@ -31,7 +31,7 @@ TILE = 4096
 """Tokens that are marked and copied at a time."""
 KEEP_ALL = -np.inf
 """A threshold that every valid token exceeds."""
-_REPLACED = ("since", "window_blocks", "evicted", "average", "kept", "known", "retained", "progress")
+_REPLACED = ("since", "window_blocks", "evicted", "average", "kept", "weighed", "retained", "progress")
 """What `append` replaces by new objects, without a change in the old ones: a crop of the chunk brings them back."""
 
 
@@ -85,7 +85,7 @@ class TokenMass(LayerState):
         """`[B, Hq, T]`, by token; with two memories `resident` has those of resident tokens."""
         self.kept = np.zeros((store.batch, store.num_kv_heads, 0), np.uint8)
         """`[B, Hkv, T]`, 1 for retained tokens."""
-        self.known = np.ones(store.batch, bool)
+        self.weighed = np.ones(store.batch, bool)
         """`[B]`, whether averages come from attention. Where they do not, every token that leaves is retained."""
         self.progress = AppendProgress(rule, np.zeros(store.batch, np.int64))
         self.since = 0
@@ -167,7 +167,7 @@ class TokenMass(LayerState):
                 self.retained = self._copy_marked(self.kept, self.evicted)
             if job.done():
                 self.retained.cut(decision.counts)
-                self.known &= decision.retained is None
+                self.weighed &= decision.retained is None
                 self._job = None
             raise
         self._adopt(decision)
@@ -209,20 +209,20 @@ class TokenMass(LayerState):
         length, past, size = store.length, store.length - query.shape[2], store.block_size
         valid = store.padding.valid[:, past:length]
         self.reserve(length, query.shape[1])
-        self.average, self.known, self.progress = self.average.copy(), self.known.copy(), progress
+        self.average, self.weighed, self.progress = self.average.copy(), self.weighed.copy(), progress
         self.window_blocks = self._window_of(layer)
         self.average[:, :, past:length] = 0.0
         if progress.begin(past, length, self.evicted * size):
             self.since = past
         border = progress.border
-        anew = rule.reevaluate or progress.prompt or not self.known.any()
+        anew = rule.reevaluate or progress.prompt or not self.weighed.any()
         spans = progress.spans(valid, length, self.alpha, self.window_size, anew=anew)
         most = max(span.queries for span in spans)
         there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
         queries, all_padding = there.numpy(), valid.max(1) == 0
         if anew:
             retained, first = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype), 0
-            self.known |= ~all_padding | progress.prompt
+            self.weighed |= ~all_padding | progress.prompt
         else:
             retained, first = self.retained.fork(), border // size
             retained.truncate(border)
@@ -325,7 +325,7 @@ class TokenMass(LayerState):
         if self.rule.beta == 0:
             return np.full(len(valid), KEEP_ALL, np.float32)
         shares = self.rule.beta / np.maximum(valid.sum(1), 1)
-        return np.where(self.known, shares, KEEP_ALL).astype(np.float32)
+        return np.where(self.weighed, shares, KEEP_ALL).astype(np.float32)
 
     def _mark_sinks(self, kept: np.ndarray, start: int, stop: int) -> None:
         """Mark the rows' first tokens, which are retained whatever their weights."""
@@ -388,7 +388,7 @@ class TokenMass(LayerState):
 
     def _adopt_whole(self, evicted: int, kept: np.ndarray, retained: RetainedTokens) -> None:
         self.evicted, self.kept, self.retained, self.since = evicted, kept, retained, 0
-        self.known, self.progress.end = np.zeros_like(self.known), -1
+        self.weighed, self.progress.end = np.zeros_like(self.weighed), -1
 
     def prepare_crop(self, layer: HybridLayer, length: int) -> None:
         self._whole = (length, *self._keep_whole(length)) if self._loses_all(length) else None
@@ -431,7 +431,7 @@ class TokenMass(LayerState):
     def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
         index, heads = rows.numpy(), self.store.num_kv_heads
         self.retained.select_lists((index[:, None] * heads + np.arange(heads)).ravel())
-        self.average, self.kept, self.known = self.average[index], self.kept[index], self.known[index]
+        self.average, self.kept, self.weighed = self.average[index], self.kept[index], self.weighed[index]
         self.progress.queries = self.progress.queries[index]
         self._before = self._whole = None
         if self.resident is not None:
@@ -484,7 +484,7 @@ class TokenMass(LayerState):
         source._write_back()
         self.retained = source.retained.fork()
         self.average, self.kept = source.average.copy(), source.kept.copy()
-        self.window_blocks, self.evicted, self.known = source.window_blocks, source.evicted, source.known.copy()
+        self.window_blocks, self.evicted, self.weighed = source.window_blocks, source.evicted, source.weighed.copy()
         self.progress, self.since = replace(source.progress), source.since
         if source.resident is not None:
             self.placed(layer)
@@ -497,7 +497,7 @@ class TokenMass(LayerState):
         return {
             "average": torch.from_numpy(self.average[:, :, :length]),
             "kept": torch.from_numpy(self.kept[:, :, :length]),
-            "known": torch.from_numpy(self.known),
+            "known": torch.from_numpy(self.weighed),
             "queries": torch.from_numpy(progress.queries),
             "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
             "room": torch.tensor(self.retained.table.shape[1], dtype=torch.int64, device="cpu"),
@@ -513,7 +513,7 @@ class TokenMass(LayerState):
         blocks, self.evicted, border, prompt, end, self.since = tensors["numbers"].tolist()
         if self.window_tokens(0) is not None:  # otherwise the window is as large as what is resident here
             self.window_blocks = blocks
-        self.known = tensors["known"].numpy().copy()
+        self.weighed = tensors["known"].numpy().copy()
         self.progress = AppendProgress(self.rule, tensors["queries"].numpy().copy(), border, bool(prompt), end)
         self.retained = self._copy_marked(self.kept, self.evicted, int(tensors["room"]))
 
@@ -527,9 +527,9 @@ class TokenMass(LayerState):
 
 def token_mass_fields(sizes: LayerSizes, windows: range) -> dict[str, Field]:
     """The fields of `TokenMass.tensors` for a layer by the number of blocks that its window may have."""
-    rows, tokens, known = sizes.rows, sizes.tokens, sizes.query_heads
+    rows, tokens, possible = sizes.rows, sizes.tokens, sizes.query_heads
     # A cache that was taken over has averages by KV head until something is resident.
-    heads = known if sizes.placed or sizes.kv_heads in known else {sizes.kv_heads, *known}
+    heads = possible if sizes.placed or sizes.kv_heads in possible else {sizes.kv_heads, *possible}
     least, most = (windows.start, 0, 0, 0, -1, 0), (windows.stop - 1, sizes.full_blocks, tokens, 1, tokens, tokens)
     return {
         "average": Field(torch.float32, (rows, heads, tokens)),

@@ -199,7 +199,7 @@ def train(
     """
     if not PartialState().is_main_process:
         return None
-    known, held_out = (
+    trained, held_out = (
         Samples.joined(
             [Samples(**load_file(_shard(folder, i))) for i, one in enumerate(windows) if one.held_out is kept]
         )
@@ -208,7 +208,7 @@ def train(
     count = sum(not one.held_out for one in windows)
     predictors, found = {}, {}
     for number, tau in enumerate(sampling.taus):
-        features, targets = known.features_at(number), known.budgets[..., number]
+        features, targets = trained.features_at(number), trained.budgets[..., number]
         measured, wanted = held_out.features_at(number), held_out.budgets[..., number]
         made, epochs = fit_predictor(
             features, targets, measured, wanted, fitting, tau=tau, digest=sampling.digest, sinks=sampling.sinks,
@@ -217,7 +217,7 @@ def train(
         predictors[tau] = made
         found[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted, fitting.fit)}
     report = {
-        "samples": len(known.features), "held_out": len(held_out.features), "windows": count,
+        "samples": len(trained.features), "held_out": len(held_out.features), "windows": count,
         "held_out_windows": len(windows) - count, "asked_windows": sum(one.asked for one in windows),
         "context": windows[0].ids.shape[1], **asdict(sampling), "fitting": asdict(fitting), "quality": found,
     }  # fmt: skip
