@@ -322,7 +322,7 @@ class HybridCache(Cache):
         transaction = self.transaction
         if not transaction.held_by_this_thread:  # it never began
             if finished:
-                transaction.tear("a forward during which the cache was changed")
+                transaction.mark_inconsistent("a forward during which the cache was changed")
             return
         self.settings.drafts.end()
         if self.settings.progress is not None:
@@ -425,7 +425,7 @@ class HybridCache(Cache):
         Raises:
             RuntimeError: another thread uses the cache.
         """
-        self.transaction.take(torn=True)
+        self.transaction.take(inconsistent=True)
         with self.transaction.changing_rows("reset()"):
             with suppress(Exception):  # a state of the user's own may raise what it likes
                 self.drain(quiet=True)

@@ -144,7 +144,7 @@ def sent(array: np.ndarray, device: torch.device, old: torch.Tensor | None = Non
         return fresh.to(device, copy=True, non_blocking=True)
 
 
-def brought(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, Callable[[], None]]:
+def to_host(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, Callable[[], None]]:
     """Start a copy of a tensor to the host; return it and a function that waits for it, from any thread.
 
     Args:

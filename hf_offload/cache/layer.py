@@ -337,7 +337,7 @@ class HybridLayer(CacheLayerMixin):
         return self.holds_all(length) and self.policy.attends_all(self, length)
 
     def take_pending(self) -> bool:
-        """Return whether the forward has brought new K and V, and forget them: they are stored, or it has failed."""
+        """Return whether the forward has new K and V, and forget them: they are stored, or it has failed."""
         pending, self.pending = self.pending, None
         return pending is not None
 

@@ -31,7 +31,7 @@ class Transaction:
     def __init__(self, layers: list[Any], settings: Settings, undo_stock: Callable[[int], None]) -> None:
         self._layers, self._settings, self._undo_stock = layers, settings, undo_stock
         self._holder: dict[int | None, int] = {}  # `setdefault` decides between two threads
-        self._torn: str | None = None
+        self._inconsistent: str | None = None
         self.turn = object()
         """Another object whenever a thread has taken the cache: it may have changed since."""
         self.floor: int | None = None
@@ -63,11 +63,11 @@ class Transaction:
             thread = self._holder[thread]
         return thread
 
-    def take(self, *, torn: bool = False) -> None:
+    def take(self, *, inconsistent: bool = False) -> None:
         """Take the cache for this thread.
 
         Args:
-            torn: whether to allow layers with different rows (`tear`).
+            inconsistent: whether to allow layers with different rows (`mark_inconsistent`).
 
         Raises:
             RuntimeError: another thread holds it, or a change of the rows was not completed.
@@ -78,8 +78,8 @@ class Transaction:
             _refuse_live(holder)
             holder = self._holder.setdefault(holder, me)  # successor of a thread that has ended
         self.turn = object()
-        if self._torn is not None and not torn:
-            what = self._torn
+        if self._inconsistent is not None and not inconsistent:
+            what = self._inconsistent
             self.leave()
             raise RuntimeError(f"{what} was not completed, so that layers differ; call reset()")
 
@@ -100,13 +100,13 @@ class Transaction:
     @contextmanager
     def changing_rows(self, what: str) -> Iterator[None]:
         """Mark the body as a change of the rows of all layers; if it does not complete, only `reset()` is allowed."""
-        self.tear(what)
+        self.mark_inconsistent(what)
         yield
-        self._torn = None
+        self._inconsistent = None
 
-    def tear(self, what: str) -> None:
+    def mark_inconsistent(self, what: str) -> None:
         """Refuse all but `reset()` from here on, since `what` left layers with different tokens or rows."""
-        self._torn = what
+        self._inconsistent = what
 
     # --- a forward ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Transaction:
             except Exception:  # layers other than `DynamicLayer` may refuse
                 self.floor = None
                 if count:
-                    self.tear(f"crop({tokens})")
+                    self.mark_inconsistent(f"crop({tokens})")
                 raise
         for layer, count in zip(layers, removed, strict=True):
             layer.go_back(layer.past + count)

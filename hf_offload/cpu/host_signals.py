@@ -97,7 +97,7 @@ class Doorbell:
         self._control = np.zeros(serving.CONTROL_WIDTH, np.int64)
         self._control[serving.TURNS] = self.spin_seconds / _turn_seconds()
         self._control[serving.PATIENCE] = self.spin_seconds * 1e6
-        self._crew: _Crew | None = None
+        self._team: _Team | None = None
         self._finalizer: Any = None
 
     @property
@@ -125,13 +125,13 @@ class Doorbell:
         """
         if not items:
             raise ValueError("a doorbell needs at least one item")
-        crew = _Crew(items, self.threads, self._control.copy())
-        if self._crew is not None:
-            self._crew.wait(self.timeout)
+        team = _Team(items, self.threads, self._control.copy())
+        if self._team is not None:
+            self._team.wait(self.timeout)
             self.stop()
-        self._crew, self._control = crew, crew.control
-        self._finalizer = weakref.finalize(self, crew.end, self.timeout)
-        crew.open(epoch)
+        self._team, self._control = team, team.control
+        self._finalizer = weakref.finalize(self, team.end, self.timeout)
+        team.open(epoch)
 
     def check(self) -> None:
         """Raise the first failure since the last call; in a forked child, start new threads first.
@@ -139,9 +139,9 @@ class Doorbell:
         Raises:
             ItemError: a launch left tasks undone.
         """
-        if self._crew is not None:
-            self._crew.start()
-            self._crew.check()
+        if self._team is not None:
+            self._team.start()
+            self._team.check()
 
     def stop(self) -> None:
         """End the threads once they have finished their current launch; `replace` starts new ones.
@@ -149,16 +149,16 @@ class Doorbell:
         Raises:
             WorkerError: a launch does not end within the timeout, or has failed since the last `check`.
         """
-        if self._crew is None:
+        if self._team is None:
             return
-        if not self._crew.end(self.timeout):
+        if not self._team.end(self.timeout):
             raise WorkerError("a launch goes on and on; raise Doorbell(timeout=...) if the machine is slow")
         self._finalizer.detach()
-        crew, self._crew = self._crew, None
-        crew.check()
+        team, self._team = self._team, None
+        team.check()
 
 
-class _Crew:
+class _Team:
     """The threads that serve one list of items."""
 
     def __init__(self, items: Sequence[Item], threads: int, control: Array) -> None:

@@ -255,7 +255,7 @@ def exchange_kernel(
     held, held_keys, ranks = look_at_slots(worth_ptr, scored, block_of_ptr, low, first, newest, every_slot, slots)
     room = tl.sum((ranks != LAST).to(tl.int32), 0)
 
-    # The most wanted blocks; those that are missing are brought together in the order of their numbers.
+    # The most wanted blocks; those that are missing are compacted in the order of their numbers.
     every = tl.arange(0, WIDTH)
     bound, end = bound_of_best(keys_between(worth_ptr, every, first, last), every, room)
     missing = 0

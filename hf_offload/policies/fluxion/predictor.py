@@ -377,8 +377,8 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
         raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
     if saved_format != FORMAT:
         raise ValueError(
-            f"{path} is no predictor of format {FORMAT}, it says {shown(saved_format)}; {_TRAIN}, into the same folder: "
-            "the samples that are there serve again"
+            f"{path} is no predictor of format {FORMAT}, it says {shown(saved_format)}; {_TRAIN}, into the same "
+            "folder: the samples that are there serve again"
         )
     if metadata.get("sha256") != digest:
         raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")

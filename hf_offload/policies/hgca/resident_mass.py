@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hf_offload.blocks.device_mirror import brought
+from hf_offload.blocks.device_mirror import to_host
 from hf_offload.blocks.resident_set import FREE, ResidentSet
 
 
@@ -65,7 +65,7 @@ class ResidentMass:
         Returns:
             A function for the job, which waits for the copy and writes it to `[B, Hq, T]`; one that frees the slots.
         """
-        values, wait = brought(self.read(first, stop), "averages of attention weights")
+        values, wait = to_host(self.read(first, stop), "averages of attention weights")
         size, resident = self.resident.store.block_size, self.resident
 
         def arrive(average: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_offload.blocks.device_mirror import brought
+from hf_offload.blocks.device_mirror import to_host
 from hf_offload.blocks.memory import host_empty
 from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Job
@@ -218,7 +218,7 @@ class TokenMass(LayerState):
         anew = rule.reevaluate or progress.prompt or not self.weighed.any()
         spans = progress.spans(valid, length, self.alpha, self.window_size, anew=anew)
         most = max(span.queries for span in spans)
-        there, wait = brought(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
+        there, wait = to_host(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
         queries, all_padding = there.numpy(), valid.max(1) == 0
         if anew:
             retained, first = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype), 0
