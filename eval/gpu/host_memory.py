@@ -21,8 +21,6 @@ from hf_offload.cpu.host_signals import Doorbell, Item
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, tag_of
-from hf_offload.gpu import kv_copy
-from hf_offload.gpu.streams import RECALLS, stream_for
 
 PAGES = ("ordinary", "huge")
 THREADS = (4, 8, 15)
@@ -30,8 +28,6 @@ BATCHES = (1, 8)
 """Rows of which so many blocks a KV head are attended: 6.5 and 52 MB."""
 BLOCKS = 50
 ROUNDS, WARM_UP = 24, 4
-FETCHES = 3  # beside a round: they outlast it
-MOVES = 64  # blocks of a row and KV head that a fetch moves
 SLAB_BYTES = 4 << 30
 KV_HEADS, GROUP, DIM, BLOCK = 8, 4, 128, 32
 _HUGE = 2 << 20
@@ -39,47 +35,39 @@ _LINE = 16  # int32 of a cache line
 
 
 def attend(options: Options, pages: str) -> Iterator[dict[str, Any]]:
-    """GB/s of pinning a slab, then microseconds and GB/s of CPU attention to blocks all over it.
+    """GB/s of pinning a slab, then microseconds and GB/s of CPU attention to blocks all over it, by bytes and threads.
 
-    By bytes and threads, alone and beside fetches of other blocks of the slab. `huge_share`: of the slab, what the
-    system counts as huge pages.
+    `huge_share`: of the slab, what the system counts as huge pages.
     """
     size = 1 << 24 if options.quick else SLAB_BYTES
-    pin = pin_huge if pages == "huge" else pin_ordinary
     free_pinned(options)
     before, start = huge_bytes(), time.perf_counter()
-    memory, let_go = pin(options, size)
+    memory, let_go = (pin_huge if pages == "huge" else pin_ordinary)(options, size)
     spent = time.perf_counter() - start
-    yield {
-        "variant": f"{pages}, pinning", "gb_per_s": size / spent / 1e9,
-        "huge_share": max(huge_bytes() - before, 0) / size,
-    }  # fmt: skip
+    huge_share = max(huge_bytes() - before, 0) / size
+    yield {"variant": f"{pages}, pinning", "gb_per_s": size / spent / 1e9, "huge_share": huge_share}
     memory.fill_(60)  # 0.01 in bf16
     most = max((os.cpu_count() or 2) - 1, 1)
     try:
-        blocks = Blocks(options, memory)
         for threads in (1,) if options.quick else sorted({min(count, most) for count in THREADS}):
             for batch in (1,) if options.quick else BATCHES:
-                for fetches in (0, FETCHES) if options.on_gpu else (0,):
-                    times = blocks.times(batch, threads, fetches)
-                    nbytes = batch * KV_HEADS * blocks.count * blocks.record
-                    spread = percentiles(times)
-                    yield {
-                        "variant": f"{pages}, {'beside a fetch' if fetches else 'alone'}", "batch": batch,
-                        "host_threads": threads, "megabytes": nbytes / 1e6, **spread,
-                        "gb_per_s": nbytes / spread["p50"] / 1000,
-                    }  # fmt: skip
+                times, nbytes = attention_times(options, memory, batch, threads)
+                spread = percentiles(times)
+                yield {
+                    "variant": f"{pages}, alone", "batch": batch, "host_threads": threads, "megabytes": nbytes / 1e6,
+                    **spread, "gb_per_s": nbytes / spread["p50"] / 1000,
+                }  # fmt: skip
     finally:
         options.synchronize()
         let_go()
 
 
-def pin_ordinary(options: Options, size: int) -> tuple[torch.Tensor, Callable[[], None]]:
+def pin_ordinary(options: Options, size: int) -> tuple[torch.Tensor, Callable[[], Any]]:
     """Bytes that CUDA's allocator pins, and a function that gives them back."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu), lambda: None
 
 
-def pin_huge(options: Options, size: int) -> tuple[torch.Tensor, Callable[[], None]]:
+def pin_huge(options: Options, size: int) -> tuple[torch.Tensor, Callable[[], Any]]:
     """Bytes on huge pages, which torch's threads touch before they are registered with CUDA.
 
     Raises:
@@ -108,90 +96,44 @@ def huge_bytes() -> int:
     return 1024 * int(found[1]) if found else 0
 
 
-class Blocks:
-    """Blocks in pinned memory that CPU threads attend and the device fetches.
+def attention_times(options: Options, memory: torch.Tensor, batch: int, threads: int) -> tuple[list[float], int]:
+    """Microseconds from a flag to the answer of the threads that serve a replayed step, and the bytes that they read.
 
-    Args:
-        options: the check's.
-        memory: uint8.
+    The blocks lie anywhere in the memory, other ones each time.
     """
+    rounds, warm_up = (1, 1) if options.quick else (ROUNDS, WARM_UP)
+    record = 2 * BLOCK * DIM * 2  # bytes of a block and KV head, bfloat16
+    physical = len(memory) // (KV_HEADS * record)
+    count, length, rng = min(BLOCKS, physical // 2), physical * BLOCK, np.random.default_rng(0)
+    table = np.repeat(np.arange(physical, dtype=np.int32)[None], batch, 0)
+    address = memory.data_ptr() + KV_HEADS * record * np.arange(physical, dtype=np.int64)
+    holes, valid = np.zeros((batch, physical), np.uint8), np.ones((batch, length), np.uint8)
+    held = HostBlocks(tag_of(torch.bfloat16), address, table, holes, valid, BLOCK)
 
-    def __init__(self, options: Options, memory: torch.Tensor) -> None:
-        self.options, self.dtype = options, torch.bfloat16
-        self.record = 2 * BLOCK * DIM * self.dtype.itemsize  # bytes of a block and KV head
-        self.physical = len(memory) // (KV_HEADS * self.record)
-        self.count = min(BLOCKS, self.physical // 2)
-        self.address = memory.data_ptr() + KV_HEADS * self.record * np.arange(self.physical, dtype=np.int64)
-        self.rng = np.random.default_rng(0)
-        self._memory = memory
+    def launch() -> Launch:
+        query = rng.standard_normal((batch, GROUP * KV_HEADS, DIM), dtype=np.float32)
+        lines = [rng.choice(physical, count, replace=False) for _ in range(batch * KV_HEADS)]
+        blocks = np.sort(np.stack(lines), -1).reshape(batch, KV_HEADS, count).astype(np.int32)
+        return decode_attention(
+            query, held, blocks, np.full(blocks.shape[:2], count, np.int32), length, np.empty_like(query),
+            np.empty(query.shape[:2], np.float32), np.empty_like(query), scale=DIM**-0.5, softcap=None,
+        )  # fmt: skip
 
-    def chosen(self, batch: int, count: int) -> np.ndarray:
-        """`[B, Hkv, count]` int32, ascending, anywhere in the memory."""
-        lines = [self.rng.choice(self.physical, count, replace=False) for _ in range(batch * KV_HEADS)]
-        return np.sort(np.stack(lines), -1).reshape(batch, KV_HEADS, count).astype(np.int32)
-
-    def launches(self, batch: int, count: int) -> list[Launch]:
-        """Attention of a batch, so many times, to blocks that are chosen anew each time."""
-        table = np.repeat(np.arange(self.physical, dtype=np.int32)[None], batch, 0)
-        length = self.physical * BLOCK
-        holes, valid = np.zeros((batch, self.physical), np.uint8), np.ones((batch, length), np.uint8)
-        held = HostBlocks(tag_of(self.dtype), self.address, table, holes, valid, BLOCK)
-
-        def one() -> Launch:
-            query = self.rng.standard_normal((batch, GROUP * KV_HEADS, DIM), dtype=np.float32)
-            blocks = self.chosen(batch, self.count)
-            return decode_attention(
-                query, held, blocks, np.full(blocks.shape[:2], self.count, np.int32), length, np.empty_like(query),
-                np.empty(query.shape[:2], np.float32), np.empty_like(query), scale=DIM**-0.5, softcap=None,
-            )  # fmt: skip
-
-        return [one() for _ in range(count)]
-
-    def times(self, batch: int, threads: int, fetches: int) -> list[float]:
-        """Microseconds from a flag to the answer of the threads that serve a replayed step."""
-        rounds = (2, 1) if self.options.quick else (ROUNDS, WARM_UP)
-        launches = self.launches(batch, sum(rounds))
-        flags = np.zeros((2 * len(launches) + 1, _LINE), np.int32)
-        places = [int(flag.ctypes.data) for flag in flags]
-        items = [
-            Item(places[2 * i], places[2 * i + 1], places[-1], launch, "attention", keep=(flags, self._memory))
-            for i, launch in enumerate(launches)
-        ]
-        fetch = self.fetch() if fetches else None
-        doorbell = Doorbell(threads)
-        doorbell.replace(items)
-        found = []
-        try:
-            for item in items:
-                self.options.synchronize()
-                for _ in range(fetches):
-                    assert fetch is not None
-                    fetch()
-                found.append(_answered(item))
-            doorbell.check()
-        finally:
-            self.options.synchronize()
-            doorbell.stop()
-        return found[rounds[1] :]
-
-    def fetch(self) -> Callable[[], None]:
-        """A call that starts a fetch of blocks of eight rows on the stream of recalls."""
-        device, lines = self.options.device, (BATCHES[-1], KV_HEADS)
-        pool = torch.empty(*lines, MOVES, 2, BLOCK, DIM, dtype=self.dtype, device=device)
-        slots = torch.arange(MOVES, dtype=torch.int32, device=device).expand(*lines, -1).contiguous()
-        blocks = torch.from_numpy(self.chosen(lines[0], MOVES)).to(device)
-        counts = torch.full(lines, MOVES, dtype=torch.int32, device=device)
-        address = torch.from_numpy(self.address).to(device)
-        table = torch.arange(self.physical, dtype=torch.int32, device=device).expand(lines[0], -1).contiguous()
-        stream = stream_for(RECALLS, torch.device("cuda", torch.cuda.current_device()))
-        torch.cuda.synchronize()
-
-        def call() -> None:
-            with torch.cuda.stream(stream):
-                kv_copy.fetch(pool, slots, blocks, counts, address, table, packed=None)
-
-        call()  # compiles
-        return call
+    flags = np.zeros((2 * (rounds + warm_up) + 1, _LINE), np.int32)
+    ready, done, last = (flags[part].ctypes.data for part in (0, 1, -1))
+    step = 2 * flags.strides[0]
+    items = [
+        Item(ready + i * step, done + i * step, last, launch(), "attention", keep=(flags, memory))
+        for i in range(rounds + warm_up)
+    ]
+    doorbell = Doorbell(threads)
+    doorbell.replace(items)
+    try:
+        found = [_answered(item) for item in items]
+        doorbell.check()
+    finally:
+        doorbell.stop()
+    return found[warm_up:], batch * KV_HEADS * count * record
 
 
 def _answered(item: Item, seconds: float = 20.0) -> float:

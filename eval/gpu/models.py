@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from typing import Any
@@ -40,8 +41,9 @@ def narrow_config(layers: int) -> Qwen3Config:
     )  # fmt: skip
 
 
+@functools.cache
 def build(options: Options) -> PreTrainedModel:
-    """A model of this shape with random weights, made where it will run."""
+    """A model of this shape with random weights, made where it will run; one for a process."""
     torch.manual_seed(0)
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(

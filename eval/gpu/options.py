@@ -16,15 +16,12 @@ class Options:
         quick: tiny sizes, to see that everything runs.
         layers: decoder layers of the model.
         kv_gib: GiB of keys, values and digests that a decode row may keep on the device, or None: all that is free.
-        contexts: tokens.
-        batches: rows decoded at once.
+        contexts, batches: tokens, and rows decoded at once.
         rows: names of decode rows.
         budget: tokens that a sparse decode attends.
-        replay: the numbers of the script by which all rows choose ("miss=0.1,drift=0.15"), or None: those of
-            `aims.SCRIPTS`.
+        replay: the numbers of the script by which all rows choose ("miss=0.1,drift=0.15"), or None: `decoding.FEW`.
         steps: decode steps that are timed.
         host_gib: GiB of host memory that a decode row may take, or None: four fifths of the machine's.
-        model: folder or name of a model with trained weights, or None.
     """
 
     device: str = "cuda"
@@ -38,7 +35,6 @@ class Options:
     replay: str | None = None
     steps: int = 32
     host_gib: float | None = None
-    model: str | None = None
 
     @property
     def on_gpu(self) -> bool:
