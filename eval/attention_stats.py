@@ -17,15 +17,12 @@ queries that are looked at is taken over all keys, from the model's own q and k.
   quantiles with those of a normal distribution, and by how much log n + mean + variance / 2, which Fluxion's features
   take for their log-sum-exp, misses it; medians over the text's last queries.
 
-Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png, OUT_scores.png; so
-do the numbers of the others (OUT_heads.csv, OUT_positions.csv, OUT_scores.csv).
+OUT.csv has the windows; the others go beside it: OUT_heads.csv, OUT_positions.csv with a picture, OUT_scores.csv.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import common
+import hf_offload
 from plotting import plot
 
 RECORDED = "recorded_weights"
@@ -48,70 +46,46 @@ LEAST = 2.0**-149  # float32 above 0
 SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
-class Recorder:
-    """An attention function that keeps the weights of some queries.
-
-    Args:
-        positions: of the queries, ascending.
-        layers: numbers of the layers.
-    """
-
-    def __init__(self, positions: list[int], layers: list[int]) -> None:
-        self.positions, self.layers = positions, set(layers)
-        self.weights: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        """For each layer and query, in their order: `[Hq, position + 1]` float32 on the CPU."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *others: Any,
-        scaling: float | None = None, **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """sdpa for queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
-        if int(module.layer_idx) in self.layers:
-            self.record(int(module.layer_idx), module, query, key, scaling, kwargs)
-        return sdpa_attention_forward(module, query, key, *others, scaling=scaling, **kwargs)
-
-    def record(
-        self, layer: int, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None,
-        kwargs: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Keep the weights of the queries that are wanted.
-
-        Raises:
-            ValueError: attention that is more than a softmax over all keys.
-        """
-        if odd := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
-            raise ValueError(f"layer {layer} of {type(module).__name__} has {', '.join(odd)}: give other --layers")
-        first = key.shape[2] - query.shape[2]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        keys = key[0].float()
-        for position in self.positions:
-            if first <= position < key.shape[2]:
-                mine = query[0, :, position - first].float().view(len(keys), -1, query.shape[-1])
-                scores = scale * mine @ keys[:, : position + 1].transpose(1, 2)
-                self.weights[layer].append(scores.flatten(0, 1).softmax(-1).cpu())
-
-    @contextmanager
-    def recording(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let the model attend by this function inside."""
-        before = model.config._attn_implementation
-        AttentionInterface.register(RECORDED, self.attend)
-        AttentionMaskInterface.register(RECORDED, sdpa_mask)
-        model.set_attn_implementation(RECORDED)
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(before)
-
-
 def record(
     model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int
 ) -> dict[int, list[torch.Tensor]]:
-    """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
-    recorder, cache = Recorder(positions, layers), DynamicCache(config=model.config)
-    with recorder.recording(model):
+    """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query.
+
+    Raises:
+        ValueError: a layer has attention that is more than a softmax over all keys.
+    """
+    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+
+    def keep(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """Of queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
+        first, keys = key.shape[2] - query.shape[2], key[0].float()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        for position in positions:
+            if first <= position < key.shape[2]:
+                mine = query[0, :, position - first].float().view(len(keys), -1, query.shape[-1])
+                scores = scale * mine @ keys[:, : position + 1].transpose(1, 2)
+                found[layer].append(scores.flatten(0, 1).softmax(-1).cpu())
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, scaling: float | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        layer = int(module.layer_idx)
+        if layer in found:
+            if odd := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
+                raise ValueError(f"layer {layer} of {type(module).__name__} has {', '.join(odd)}: give other --layers")
+            keep(layer, query, key, scaling)
+        return sdpa_attention_forward(module, query, key, *others, scaling=scaling, **kwargs)
+
+    before, cache = model.config._attn_implementation, DynamicCache(config=model.config)
+    AttentionInterface.register(RECORDED, attend)
+    AttentionMaskInterface.register(RECORDED, sdpa_mask)
+    model.set_attn_implementation(RECORDED)
+    try:
         for part in tqdm(ids.split(chunk, 1), desc="attention weights", unit="chunk", delay=5, leave=False):
             model(part, past_key_values=cache, logits_to_keep=1)
-    return recorder.weights
+    finally:
+        model.set_attn_implementation(before)
+    return found
 
 
 def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
@@ -184,32 +158,6 @@ def sizes(tokens: int) -> list[int]:
     return [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
 
 
-def draw_windows(sums: dict[int, np.ndarray], edges: list[int], path: Path) -> None:
-    """Draw Figure 3: a heat map a layer."""
-    with plot(path, 1, len(sums), figsize=(4 * len(sums) + 1, 4.2), squeeze=False, sharey=True) as axes:
-        for one, (layer, values) in zip(axes[0], sums.items(), strict=True):
-            image = one.imshow(values, origin="lower", vmin=0, vmax=1, cmap="viridis")
-            one.clabel(one.contour(values, levels=(0.5, 0.9), colors=("white", "black"), linewidths=1), fmt="%g")
-            one.set(title=f"layer {layer}", xlabel="newest entries")
-            one.set_xticks(range(len(edges)), edges, rotation=90)
-            one.set_yticks(range(len(edges)), edges)
-        axes[0, 0].set(ylabel="first entries")
-        axes[0, 0].figure.colorbar(image, ax=axes, label="share of the weight that both hold")
-
-
-def draw_heads(shares: dict[str, np.ndarray], layer: int, path: Path) -> None:
-    """Draw Figure 4: bars a head, one for each text."""
-    with plot(path, figsize=(8, 4)) as axes:
-        for number, (name, values) in enumerate(shares.items()):
-            places = np.arange(len(values)) + 0.8 * ((number + 0.5) / len(shares) - 0.5)
-            axes.bar(places, 100 * values, 0.8 / len(shares), label=name)
-        axes.set(
-            title=f"layer {layer}: entries that hold {HOLDS:.0%} of a head's weight", xlabel="query head",
-            ylabel="% of the entries", xticks=range(len(values)),
-        )  # fmt: skip
-        axes.legend()
-
-
 def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
     """Draw Figure 5: the weights of two queries over the positions, and the line of the later one."""
     with plot(path, figsize=(10, 4.5)) as axes:
@@ -219,25 +167,6 @@ def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
         axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
         axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
-
-
-def draw_scores(rows: dict[int, torch.Tensor], head: int, path: Path) -> None:
-    """Draw Figure 11: a histogram and a quantile plot a layer, of one head's weights `[entries]`."""
-    with plot(path, 2, len(rows), figsize=(3.6 * len(rows) + 1, 6), squeeze=False) as axes:
-        for (layer, weights), (above, below) in zip(rows.items(), axes.T, strict=True):
-            z = np.sort(stats.zscore(weights.double().clamp(min=LEAST).log().numpy()))
-            normal = quantiles(len(z)).numpy()
-            above.hist(z, bins=60, density=True, color="tab:gray")
-            above.plot(normal, stats.norm.pdf(normal), color="red")
-            above.set(title=f"layer {layer}, head {head}", xlabel="score, standardised", ylabel="density")
-            below.plot(normal, z, ".", markersize=2, color="tab:gray")
-            below.plot(normal[[0, -1]], normal[[0, -1]], color="red", linewidth=1)
-            below.set(xlabel="normal quantiles", ylabel="quantiles of the scores")
-
-
-def read_texts(paths: list[Path]) -> dict[str, str]:
-    """Texts by name: the files given, or prose and code from the Python installation."""
-    return {p.stem: p.read_text(encoding="utf-8") for p in paths} or {k: common.text_of(k) for k in ("prose", "code")}
 
 
 def whole_layers(config: Any) -> list[int]:
@@ -286,9 +215,11 @@ def main(
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1
     positions = [early, *range(tokens - queries, tokens)]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in text or ()}
+    texts = texts or {kind: hf_offload.demo_text(kind) for kind in ("prose", "code")}
     found = {}
     with torch.inference_mode():
-        for name, content in tqdm(read_texts(text or []).items(), desc="texts"):
+        for name, content in tqdm(texts.items(), desc="texts"):
             ids = common.window(content, tokenizer, start, tokens).to(model.device)
             found[name] = record(model, ids, positions, sorted({*three, middle}), chunk)
     edges = sizes(tokens)
@@ -299,8 +230,6 @@ def main(
         for name, weights in found.items()
     }
     pair = [first[middle][0][head], first[middle][-1][head]]
-    draw_windows(sums, edges, setting.beside("_windows.png"))
-    draw_heads(shares, middle, setting.beside("_heads.png"))
     draw_positions(pair, middle, head, setting.beside("_positions.png"))
     setting.write(
         [
@@ -317,7 +246,6 @@ def main(
     setting.write(by_head, "_heads")
     if tokens >= 2 * (SINKS + LOCAL + queries):
         far = slice(SINKS, tokens - queries - LOCAL)
-        draw_scores({one: first[one][-1][head, far] for one in three}, head, setting.beside("_scores.png"))
         setting.write(shapes(found, three, far), "_scores")
     else:
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")

@@ -370,16 +370,9 @@ def selection_cases() -> list[Case]:
 def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iterator[list[Case]]:
     """Ours against torch's `linear`, by rows: the products of so many layers of a model and its head, one by one."""
     hidden, mlp, kv, layers, vocabulary = WIDTHS[model]
-    shapes = [
-        (hidden, hidden),
-        (kv, hidden),
-        (kv, hidden),
-        (hidden, hidden),
-        (mlp, hidden),
-        (mlp, hidden),
-        (hidden, mlp),
-    ]
-    shapes = shapes * layers + [(vocabulary, hidden)] * (vocabulary > 0)
+    attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    shapes = [*attention, (mlp, hidden), (mlp, hidden), (hidden, mlp)] * layers
+    shapes += [(vocabulary, hidden)] * (vocabulary > 0)
     weights = [torch.randn(shape).to(DTYPES[name]) for shape in shapes]
     nbytes = sum(weight.nbytes for weight in weights)
     facts = {"dtype": name, "model": model, "kernel_threads": threads}
@@ -438,10 +431,7 @@ def main(
     out: common.OutOption = common.RESULTS / "bench_cpu.csv",
 ) -> None:
     """Measure the CPU kernels."""
-    wanted, names = sections.replace(" ", "").split(","), dtypes.replace(" ", "").split(",")
-    for given, allowed in ((wanted, SECTIONS), (names, tuple(DTYPES))):
-        if unknown := [name for name in given if name not in allowed]:
-            raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
+    wanted, names = common.listed(sections, SECTIONS, "sections"), common.listed(dtypes, DTYPES, "dtypes")
     words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
 
     def read(parts: int = 1) -> Case:

@@ -16,7 +16,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,7 +28,6 @@ import hf_offload
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
 from hf_offload.model.hooks import cache_argument
-from plotting import lines, plot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -123,7 +121,6 @@ def main(
                 records += time_attention(sizes, length, dtype, rounds)  # type: ignore[arg-type]
     common.write_csv(setting.out, records)
     common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
-    draw(records, setting.beside(".png"))
     if not contexts:
         return
     model, tokenizer = setting.load()
@@ -144,21 +141,6 @@ def main(
             })  # fmt: skip
     setting.write(prompts, "_prompts")
     common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
-
-
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """GFLOP/s by length, a plot for each shape and dtype; a line a way."""
-    shapes = list(dict.fromkeys((record["heads"], record["dim"]) for record in records))
-    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
-    figure = {"figsize": (4 * len(dtypes), 3 * len(shapes)), "squeeze": False, "sharex": True, "sharey": True}
-    with plot(path, len(shapes), len(dtypes), **figure) as axes:
-        for (heads, dim), row in zip(shapes, axes, strict=True):
-            for dtype, one in zip(dtypes, row, strict=True):
-                mine = [r for r in records if (r["heads"], r["dim"], r["dtype"]) == (heads, dim, dtype)]
-                lines(one, mine, "length", "gflops", by="way")
-                one.set(title=f"{dtype}, {heads} heads of {dim}", xlabel="tokens", xscale="log", ylim=(0, None))
-        axes[0, 0].set(ylabel="GFLOP/s")
-        axes[0, 0].legend(fontsize="small")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class Prompter:
         self.tokenizer, self.most, self.positions = tokenizer, most, positions
         self.chat = chat and bool(tokenizer.chat_template)
 
-    def __call__(self, sample: Sample, new_tokens: int) -> Prompt:
-        """The prompt of a sample to whose answer so many tokens are left.
+    def __call__(self, sample: Sample) -> Prompt:
+        """The prompt of a sample that leaves room for its answer.
 
         What is too long loses its middle, as in LongBench: the first and the last half of what fits stay.
 
@@ -62,7 +62,7 @@ class Prompter:
             typer.BadParameter: so little fits that the question itself would be cut.
         """
         chat = self.chat and sample.chat
-        room = min(self.most or self.positions, self.positions - new_tokens)
+        room = min(self.most or self.positions, self.positions - sample.new_tokens)
         room -= len(self._ids(self._frame("", sample, chat), special=not chat))
         content = self._ids(sample.prompt, special=False)
         text = sample.prompt

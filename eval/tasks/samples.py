@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+import common
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -66,17 +68,9 @@ def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, 
 
 
 def named(text: str, tasks: Iterable[str], sets: dict[str, tuple[str, ...]]) -> list[str]:
-    """Tasks of a comma-separated list, in which the name of a set stands for its tasks; each once.
-
-    Raises:
-        typer.BadParameter: a name that is neither.
-    """
-    known, found = set(tasks), []
-    for name in text.replace(" ", "").split(","):
-        if name not in known and name not in sets:
-            raise typer.BadParameter(f"unknown task {name}: choose among {', '.join([*sets, *sorted(known)])}")
-        found += sets.get(name, (name,))
-    return list(dict.fromkeys(found))
+    """Tasks of a comma-separated list, in which the name of a set stands for its tasks; each once."""
+    names = common.listed(text, [*sets, *sorted(tasks)], "task")
+    return list(dict.fromkeys(task for name in names for task in sets.get(name, (name,))))
 
 
 def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = None) -> Any:

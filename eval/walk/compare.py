@@ -61,10 +61,6 @@ class Outcome:
     oracle: str = ""
     details: dict[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, for a CSV or a pipe."""
-        return asdict(self)
-
 
 class Models:
     """The same random weights under eager attention and under ours."""
@@ -165,35 +161,25 @@ def compare(model_type: str) -> dict[str, Any]:
     try:
         models = Models(model_type)
         result.model = models.kind.__name__
-    except Exception as error:
-        result.message = tell(error)
-        return result.as_dict()
-    try:
         wanted = stock(models, result)
     except Exception as error:
-        result.message = f"with Transformers' own cache: {tell(error)}"
-        try:
-            if told := refusal(models):  # no oracle is needed
-                result.status, result.message = "refused", told
-        except Exception as other:
-            result.status, result.message = "error", tell(other)
-        return result.as_dict()
+        result.message = tell(error)
+        if result.model:  # no oracle is needed to see that a type is refused
+            result.message = f"with Transformers' own cache: {tell(error)}"
+            _try(lambda: hf_offload.HybridCache(models.ours(), "full"), result)
+        return asdict(result)
+    _try(lambda: _ours(models, wanted, result), result)
+    return asdict(result)
+
+
+def _try(work: Callable[[], Any], result: Outcome) -> None:
+    """Do something, and note what it raises: a ValueError is what a user is told of a type that is refused."""
     try:
-        _ours(models, wanted, result)
+        work()
     except ValueError as error:
         result.status, result.message = "refused", tell(error)
     except Exception as error:
         result.status, result.message = "error", tell(error)
-    return result.as_dict()
-
-
-def refusal(models: Models) -> str | None:
-    """What a user of the type is told when the cache is made, if it is refused."""
-    try:
-        hf_offload.HybridCache(models.ours(), "full")
-    except ValueError as error:
-        return tell(error)
-    return None
 
 
 def tell(error: BaseException) -> str:
