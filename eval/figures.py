@@ -373,11 +373,6 @@ def second_turn(name: str) -> str:
     return f"{len(mine.merge(full))} of {len(full)}"
 
 
-def second_turn_table() -> str:
-    said = {"hgca": "hgca-0.1", "hgca, `reevaluate=False`": "hgca-0.1-once"}
-    return lines(["row", "found"], [[name, second_turn(one)] for name, one in said.items()])
-
-
 def fidelity_table() -> str:
     labels = {
         "scout-off": 'scout, real query (`lookahead="off"`)',
@@ -394,9 +389,9 @@ def fidelity_table() -> str:
     return pivot(frame, "row", "kind", cells, labels=labels, names={"prose": "prose", "code": "code"}, first="row")
 
 
-def paper_digest() -> str:
-    kl = rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
-    return tell("{}×", (kl["paper-off"] / kl["scout-off"]).median())
+def fidelity() -> pd.DataFrame:
+    """KL by text and row."""
+    return rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
 
 
 def perplexity() -> pd.DataFrame:
@@ -413,18 +408,15 @@ def perplexity_table() -> str:
     return pivot(perplexity(), "row", "kind", {"{}": "{told}"}, labels=labels, names=names, first=first, last=last)
 
 
-def ruler_table() -> str:
-    frame = rows("ruler", task="average")
+def ruler(name: str, columns: Cells) -> str:
+    """Scores and differences to full attention, the best first; `{called}` is a policy with its knobs."""
+    frame = by_setting(name, task="average")
     frame["row"] = frame.row.str.replace("predictor=predictor.safetensors,", "")
-    frame["told"] = ["–" if one.row == "full" else tell(MORE, one) for _, one in frame.iterrows()]
-    return table(frame, {"row": "{row}", "score": "{score:.1f}", "difference to full attention": "{told}"})
-
-
-def ruler_policies(name: str = "ruler") -> str:
-    frame = by_setting(name, task="average").sort_values("score", ascending=False, kind="stable")
-    frame["told"] = ["–" if one.policy == "full" else tell(MORE, one) for _, one in frame.iterrows()]
-    frame["name"] = [f"`{policy}`" + (f", `{knobs}`" if knobs else "") for policy, knobs in frame.index]
-    return table(frame, {"policy": "{name}", "score": "{score:.1f}", "difference to `full`": "{told}"})
+    frame["less"] = ["–" if one.policy == "full" else tell(MORE, one) for _, one in frame.iterrows()]
+    frame["called"] = [f"`{policy}`" + (f", `{knobs}`" if knobs else "") for policy, knobs in frame.index]
+    if "{called}" in columns.values():
+        frame = frame.sort_values("score", ascending=False, kind="stable")
+    return table(frame, columns)
 
 
 # Long contexts, Fluxion
@@ -490,6 +482,10 @@ def recalls() -> pd.DataFrame:
 def ratio_table() -> str:
     columns = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}"}
     return table(recalls().reset_index(), columns | {"steps between recalls": "{interval}"})
+
+
+def saved_mib(name: str) -> str:
+    return tell("{:.0f} MiB", row("save_load", row=name, tokens=8192).disk_bytes / 2**20)
 
 
 def serve_table() -> str:
@@ -596,11 +592,9 @@ def gpu_idle() -> str:
     return tell("{:.1%} of the time it waits, {:.0%} it has nothing to run", one.waiting + one.moving, one.gaps)
 
 
-def gpu_ablation() -> str:
-    """What scout's step takes without a part of it, one row at 32k."""
-    whole = gpu("scout-graph", 32768).p50
-    parts = {"pre-computation": "scout-off-graph", "recall": "scout-no-recall-graph"}
-    return ", ".join(f"{part} {gpu(name, 32768).p50 / whole:.2f}×" for part, name in parts.items())
+def gpu_without(part: str) -> float:
+    """How many times as long scout's step takes without a part of it, one row at 32k."""
+    return gpu(f"scout-{part}-graph", 32768).p50 / gpu("scout-graph", 32768).p50
 
 
 def gpu_floor(operation: str, **columns: Any) -> str:
@@ -642,11 +636,16 @@ def sources(files: str) -> str:
     return lines(titles, found, words=5)
 
 
-FULL_32K = {"file": "h100/decode", "context": 32768, "replay": "none"}
+ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
 H200 = {"file": "h200/decode", "commit": "d172962"}
 SAVED = {"file": "save_load", "row": "scout-1024", "tokens": 8192}
 TURN = SAVED | {"tokens": 32768}
 LONG = "context_attention_32k"
+BY_ROW = {"row": "{row}", "score": "{score:.1f}", "difference to full attention": "{less}"}
+BY_POLICY = {"policy": "{called}", "score": "{score:.1f}", "difference to `full`": "{less}"}
+TURNS = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
+MIXED = {"file": "context_attention_batches", "row": "fluxion-0.1"}
+WINDOW = {"file": "attention_stats", "first": 1, "newest": 512}
 STEADY = {"file": "decode_steady", "row": ["hgca-1024", "dynamic"]}
 BUDGETS_OF_ROWS = {"scout-1024": "budget=1024", "scout:samples=512": "samples=512", "scout:samples=256": "samples=256"}
 WIKI = {"full": "full", "scout:budget=1024": "1,024", "scout:budget=512": "512"}
@@ -654,13 +653,8 @@ LONG_ROWS = {"hgca-0.1": "hgca", "full": "full", "dynamic": "sdpa"}
 WAYS = {"loaded": "{way}", "layers": "{layers}", "prompt, s": "{prompt_s:3}", "ms a token": "{p50:3}"}
 SAVES = {"row": "{row}", "prefill, s": "{prefill_s}", "save, s": "{save_s}", "load, s": "{load_s}"}
 SAVES |= {"prefill / (save + load)": "{speedup}×", "host memory with three forks / without": "{fork_bytes:.3f}"}
-PARTS = {
-    "row": "{row}",
-    "attention, ms": "{attention:3}",
-    "step, ms": "{step:3}",
-    "read": "{read_ratio:.0%}",
-    "KL": "{kl}",
-}
+PARTS = {"row": "{row}", "attention, ms": "{attention:3}", "step, ms": "{step:3}"}
+PARTS |= {"read": "{read_ratio:.0%}", "KL": "{kl}"}
 
 FIGURES: dict[str, Callable[[], str]] = {
     # README.md and docs/results.md
@@ -671,7 +665,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gguf-dtypes": listing("gguf_dtypes", WAYS, words=2),
     "results-batch": batch_table,
     "results-needles": needles_table,
-    "results-second-turn": second_turn_table,
+    "results-second-turn": lambda: lines(["row", "found"], [[name, second_turn(row)] for row, name in TURNS.items()]),
     "results-fidelity": fidelity_table,
     "scout-samples": samples_table,
     "samples-time-8k": partial(samples_time, 8192),
@@ -681,7 +675,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "choosing-lengths": lengths_table,
     "results-context": listing(LONG, PARTS),
     "results-perplexity": perplexity_table,
-    "results-ruler": ruler_table,
+    "results-ruler": partial(ruler, "ruler", BY_ROW),
     "results-fluxion": fluxion_table,
     "results-ratio": ratio_table,
     "results-save": listing("save_load", SAVES, tokens=8192),
@@ -705,13 +699,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "hidden-numbers-drawn-256": partial(hidden_numbers, "scout:samples=256", "needle_samples"),
     "hidden-numbers-drawn-full": partial(hidden_numbers, "full", "needle_samples"),
     "hidden-numbers-drawn-lost": lost_drawn_numbers,
-    "ruler-policies": ruler_policies,
-    "ruler-samples": partial(ruler_policies, "ruler_samples"),
+    "ruler-policies": partial(ruler, "ruler", BY_POLICY),
+    "ruler-samples": partial(ruler, "ruler_samples", BY_POLICY),
     "hidden-numbers-full": partial(hidden_numbers, "full"),
     "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
     "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
     "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
-    "paper-digest": paper_digest,
+    "paper-digest": lambda: tell("{}×", (fidelity()["paper-off"] / fidelity()["scout-off"]).median()),
     "budget-kl": budget_kl,
     "cpu-ratio-1": lambda: tell("{share:.0%}", recalls().loc["recall-1"]),
     "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", recalls().loc["recall-1.5"]),
@@ -730,10 +724,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "store-cold": told(template="{turn_cold_disk_s} s", **TURN),
     "serve": serve_table,
     "serve-tokens": lambda: tell("{tokens:,.0f}", rows("serve").iloc[0]),
-    "saved-bytes": lambda: tell("{:.0f} MiB", row("save_load", row="scout-1024", tokens=8192).disk_bytes / 2**20),
-    "saved-bytes-int8": lambda: tell(
-        "{:.0f} MiB", row("save_load", row="scout-1024-int8", tokens=8192).disk_bytes / 2**20
-    ),
+    "saved-bytes": partial(saved_mib, "scout-1024"),
+    "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
     "forked-bytes": told(template="{fork_bytes:.2f}×", **SAVED),
     # docs/concepts.md and docs/papers.md
     "papers-cosine": lambda: tell("{}", rows("cpu_ratio_layers", row="recall-1.5").query_cosine.mean()),
@@ -744,9 +736,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-recall-1.5": lambda: tell("{share:.1%}, every {interval} steps", recalls().loc["recall-1.5"]),
     "papers-2wikimqa": told("longbench", "{score:.1f} ({name})", ", ", row=WIKI, task="2wikimqa"),
     "papers-batch": lambda: tell("{}×", batches().dynamic[32768, 4] / batches().budget[32768, 4]),
-    "papers-window-weight": told(
-        "attention_stats", "{weight:.0%} (layer {layer:.0f})", ", ", layer=[0, 15, 29], first=1, newest=512
-    ),
+    "papers-window-weight": told(template="{weight:.0%} (layer {layer:.0f})", sep=", ", layer=[0, 15, 29], **WINDOW),
     "papers-heads-prose": lambda: between(rows("attention_stats_heads", text="prose").share, "{:.1%}"),
     "papers-heads-code": lambda: between(rows("attention_stats_heads", text="code").share, "{:.1%}"),
     "papers-normality": lambda: tell("{:3}", rows("attention_stats_scores").quantile_correlation.min()),
@@ -760,13 +750,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-ruler-fluxion": lambda: tell(MORE, by_setting("ruler", task="average").loc["fluxion", "tau=0.1"]),
     "papers-ruler-fixed": lambda: tell(MORE, by_setting("ruler", task="average").loc["fixed_hybrid", "budget=0.05"]),
     "papers-retrieval": retrieval,
-    "papers-mixed": together(
-        "context_attention_batches",
-        "attention",
-        "{:3} ms against {:3} ms",
-        context=["4096+512", "4096+4096"],
-        row="fluxion-0.1",
-    ),
+    "papers-mixed": told(template="{attention:3} ms", sep=" against ", context=["4096+512", "4096+4096"], **MIXED),
     "papers-predictor-share": told("context_attention_predict", "{predict_share:.1%}", context=8192),
     "papers-tau": tau,
     # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
@@ -785,9 +769,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-decode": partial(gpu_table, "h100"),
     "gpu-tests": gpu_tests,
     "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),
-    "gpu-steps": together(
-        column="p50", template="{} ms beside {} ms", row=["scout-graph", "full-resident-graph"], batch=1, **FULL_32K
-    ),
+    "gpu-steps": told("h100/decode", "{p50} ms", " beside ", row=["scout-graph", "full-resident-graph"], **ONE_ROW),
     "gpu-for-nothing": gpu_for_nothing,
     "gpu-dynamic": lambda: gpu_ratio("p50", gpu("dynamic", 65536), gpu("full-resident-graph", 65536)),
     "gpu-offloaded": lambda: gpu_ratio("p50", gpu("offloading", 32768, 8), gpu("scout-graph", 32768, 8)),
@@ -800,7 +782,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
     "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
     "gpu-merge": told("h100/kernels", "{p50} µs in place of {floor:1} µs", operation="merge_with_host", batch=1),
-    "gpu-ablation": gpu_ablation,
+    "gpu-ablation": lambda: tell("pre-computation {:.2f}×, recall {:.2f}×", *map(gpu_without, ("off", "no-recall"))),
     "families-count": lambda: str(rows("families").status.str.startswith("exact").sum()),
 }
 """The text of each name."""
