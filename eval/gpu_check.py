@@ -18,10 +18,9 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
 - prompt: seconds until the first token behind a prompt of random tokens, a new cache each time: `first` with memory
   that nobody has had yet, `second` after that.
 - pieces: what a step's time is made of, each alone, microseconds. The merge with a host partial, whose kernel reads
-  pinned memory ("read"; "copied": a copy to the device goes before it), and replays of it whose partial the CPU changes
-  each time (`wrong` should be 0). The host's way through a replayed step of 36 layers, from its start to the end of
-  each: `mask`, `prepare`, `copies`, `launch`, `returned`, `done`. CPU attention of 6.5 and 52 MB by threads, from
-  pinned memory of ordinary and of huge pages; the speed of pinning.
+  pinned memory, and replays of it whose partial the CPU changes each time (`wrong` should be 0). The host's way through
+  a replayed step of 36 layers, from its start to the end of each: `mask`, `prepare`, `copies`, `launch`, `returned`,
+  `done`. The speed of pinning ordinary and huge pages.
 - handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
   that is nothing.
 - kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`: p20, p50 and p80 of the time

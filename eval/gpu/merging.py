@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu.operations import Inputs, Operation, device_partial, merge_with_host, size_of
+from gpu.operations import Inputs, merge_with_host, size_of
 from gpu.options import Options
 from gpu.timing import Timer, recorded
 from hf_offload.gpu.handover import wait_for_flag
@@ -20,29 +20,10 @@ _SPINS = 5_000_000  # looks at the flag, some seconds
 
 
 def times(options: Options, batch: int) -> Iterator[dict[str, Any]]:
-    """Microseconds of one merge: the kernel reads pinned memory ("read"), or a copy to the device goes before it."""
-    timer = Timer(options)
-    for variant, make in {"read": merge_with_host, "copied": copied}.items():
-        operation = make(Inputs(options, size_of(options, batch)))
-        yield {
-            "variant": variant, "batch": batch, **timer.device_time(operation.call),
-            "in_graph": timer.graph_time(operation.call), "link_bytes": operation.link_bytes,
-        }  # fmt: skip
-
-
-def copied(x: Inputs) -> Operation:
-    """One copy of out, mean key and lse from one pinned buffer, then the merge of what lies on the device."""
-    lines, dim, heads = torch.Size(x.size.heads).numel(), x.size.dim, x.size.heads
-    pinned = torch.randn(lines * (2 * dim + 1), pin_memory=x.options.on_gpu)
-    there = torch.empty_like(pinned, device=x.options.device)
-    out, kbar, lse = there.split([lines * dim, lines * dim, lines])
-    call = device_partial(x, HostResult(out.view(*heads, dim), lse.view(heads), kbar.view(*heads, dim), x.query()))
-
-    def both() -> None:
-        there.copy_(pinned, non_blocking=True)
-        call()
-
-    return Operation(both, link_bytes=pinned.nbytes, keep=(pinned,))
+    """Microseconds of one merge, whose kernel reads pinned memory."""
+    timer, operation = Timer(options), merge_with_host(Inputs(options, size_of(options, batch)))
+    spread, in_graph = timer.device_time(operation.call), timer.graph_time(operation.call)
+    yield {"variant": "read", "batch": batch, **spread, "in_graph": in_graph, "link_bytes": operation.link_bytes}
 
 
 def replays(options: Options) -> Iterator[dict[str, Any]]:

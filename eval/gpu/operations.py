@@ -135,23 +135,14 @@ def paged_attention(x: Inputs) -> Operation:
     return Operation(lambda: attention.paged_attention(query, *listing, scale=0.1), nbytes)
 
 
-def _shares(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    splits = attention.count_splits(x.size.batch * x.size.kv_heads, x.size.chosen * x.size.block)
-    return x.floats(*x.size.heads, splits, x.size.dim), x.floats(*x.size.heads, splits)
-
-
-def device_partial(x: Inputs, host: HostResult) -> Callable[[], object]:
-    """The merge of the device's shares with a partial of the CPU."""
-    (out, lse), query = _shares(x), x.query()
-    return lambda: merge(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)
-
-
 def merge_with_host(x: Inputs) -> Operation:
-    """The partial lies in pinned memory, where the kernel reads it."""
+    """The merge of the device's shares with a partial of the CPU, which lies in pinned memory, where it is read."""
+    splits = attention.count_splits(x.size.batch * x.size.kv_heads, x.size.chosen * x.size.block)
+    out, lse = x.floats(*x.size.heads, splits, x.size.dim), x.floats(*x.size.heads, splits)
     there, kbar, mass = x.pinned(x.query()), x.pinned(x.query()), x.pinned(x.query()[..., 0])
-    shares, query = _shares(x), x.query()
-    read = sum(part.nbytes for part in shares) + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize
-    call = device_partial(x, HostResult(there, mass, kbar, x.query()))
+    query, host = x.query(), HostResult(there, mass, kbar, x.query())
+    read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize
+    call = lambda: merge(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)  # noqa: E731
     return Operation(call, read, there.nbytes + mass.nbytes + kbar.nbytes)
 
 

@@ -1,4 +1,4 @@
-"""The pieces of a decode step, each measured alone: merge, host time, CPU attention."""
+"""The pieces of a decode step, each measured alone: merge, host time, pinned memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from gpu.supervise import Cases
 
 SECONDS = 60
 SHOWN = (
-    "piece", "variant", "batch", "host_threads", "p50", "in_graph", "gb_per_s", "wrong", "mask", "prepare", "copies",
-    "launch", "done",
+    "piece", "variant", "batch", "p50", "in_graph", "gb_per_s", "wrong", "mask", "prepare", "copies", "launch", "done",
 )  # fmt: skip
 
 
@@ -25,8 +24,8 @@ def cases(options: Options) -> Cases:
     found["replays of a merge"] = partial(merging.replays, options)
     for policy in host_time.POLICIES:
         found[f"host time of a replay, {policy}"] = partial(host_time.replay, options, policy)
-    for pages in host_memory.PAGES:
-        found[f"CPU attention, {pages} pages"] = partial(host_memory.attend, options, pages)
+    for pages in ("ordinary", "huge"):
+        found[f"pinned memory, {pages} pages"] = partial(host_memory.pin, options, pages)
     return {name: (SECONDS, partial(_named, name.split(", ")[0], work)) for name, work in found.items()}
 
 
