@@ -56,12 +56,11 @@ from typing import Annotated
 import torch
 import typer
 
-from common import RESULTS, command, environment, numbers, show
+from common import RESULTS, command, environment, listed, show
 from gpu import correctness, decoding, handoff, kernels, pieces, prompts
 from gpu.model import SHOWN as COLUMNS
 from gpu.model import check as predict
 from gpu.options import Options
-from gpu.replay import parse
 from gpu.results import Results
 from gpu.supervise import here, supervise
 
@@ -79,67 +78,34 @@ UNFINISHED = 75  # exit status
 
 def main(
     part: Annotated[str, typer.Option(help=f"{', '.join(PARTS)} or all; several, comma-separated.")] = "all",
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS / "gpu",
+    results: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = RESULTS / "gpu",
     minutes: Annotated[float, typer.Option(min=0.1, help="Stop before so many are over.")] = 9.0,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False,
-    device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda",
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 36,
-    kv_gib: Annotated[
-        float | None, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device [all].")
-    ] = None,
-    host_gib: Annotated[
-        float | None,
-        typer.Option(help="GiB of host memory that a row may take, if a machine gets it bit by bit [4/5]."),
-    ] = None,
-    contexts: Annotated[str | None, typer.Option(help="Tokens, comma-separated; k is 1,024 [32k,64k].")] = None,
-    batches: Annotated[str | None, typer.Option(help="Rows decoded at once, comma-separated [1,8,16].")] = None,
-    rows: Annotated[str, typer.Option(help=f"Of {', '.join(decoding.ROWS)}.")] = ",".join(decoding.DEFAULT_ROWS),
-    budget: Annotated[
-        int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")
-    ] = 2048,
-    replay: Annotated[
-        str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": the script by which all rows choose.')
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32,
     commit: Annotated[str | None, typer.Option(help="The commit, where the sources are no git checkout.")] = None,
+    *,
+    options: Options,
 ) -> None:
     """Check and measure on a GPU."""
-    started = time.monotonic()
-    wanted = list(PARTS) if part == "all" else [name.strip() for name in part.split(",")]
-    chosen = tuple(name.strip() for name in rows.split(","))
-    for given, allowed in ((wanted, tuple(PARTS)), (chosen, decoding.ROWS)):
-        if unknown := [name for name in given if name not in allowed]:
-            raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter(f"device={device!r}: torch finds no CUDA device here; --device cpu tries the script")
-    if replay is not None:
-        try:
-            parse(replay)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    options = Options(
-        device, quick, min(layers, 2) if quick else layers, kv_gib,
-        tuple(numbers(contexts)) if contexts else ((256,) if quick else decoding.CONTEXTS),
-        tuple(numbers(batches)) if batches else ((2,) if quick else decoding.BATCHES),
-        chosen, min(budget, 64) if quick else budget, replay, min(steps, 4) if quick else steps, host_gib,
-    )  # fmt: skip
-    results = Results(out, environment() | ({} if commit is None else {"commit": commit}))
-    results.begin([*wanted, "model"], [LASTING])
-    (out / "env.txt").write_text(machine(), encoding="utf-8")
+    started, options = time.monotonic(), options.made_tiny()
+    wanted = list(PARTS) if part == "all" else listed(part, PARTS, "--part")
+    if options.on_gpu and not torch.cuda.is_available():
+        raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
+    out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
+    out.begin([*wanted, "model"], [LASTING])
+    (results / "env.txt").write_text(machine(), encoding="utf-8")
     deadline, bad = started + 60 * minutes, False
     for place, name in enumerate(wanted):
         left = sum(PARTS[other][1] for other in wanted[place:])
-        bad |= run_part(name, options, results, (deadline - time.monotonic() - 5) * PARTS[name][1] / left)
-        results.pack()
+        bad |= run_part(name, options, out, (deadline - time.monotonic() - 5) * PARTS[name][1] / left)
+        out.pack()
     if options.on_gpu:  # what a CPU takes says nothing of a model of GPUs
-        predicted = predict(results.table)
-        results.add("model", *predicted)
+        predicted = predict(out.table)
+        out.add("model", *predicted)
         show("milliseconds a step", predicted, COLUMNS)
-        results.pack()
-    print(f"results are in {out}; {time.monotonic() - started:.0f} s", flush=True)
+        out.pack()
+    print(f"results are in {results}; {time.monotonic() - started:.0f} s", flush=True)
     if bad:
         raise typer.Exit(1)
-    if LASTING in wanted and set(results.cases(LASTING).values()) != {"done"}:
+    if LASTING in wanted and set(out.cases(LASTING).values()) != {"done"}:
         raise typer.Exit(UNFINISHED)
 
 

@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 from gpu.options import Options
 from gpu.supervise import Cases, TimeUp, seconds_left
@@ -87,50 +86,45 @@ def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
 
 
 def run_tests(suite: Suite, seconds: float) -> tuple[dict[str, Any], str]:
-    """One run of pytest: what it counted, and the end of what it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        counts, log = Path(folder) / "junit.xml", Path(folder) / "log.txt"
-        # Test by test: a run that is ended in the midst has told of those before.
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", f"--junitxml={counts}"]
-        workers = min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
-        command += ["--continue-on-collection-errors", *_plugins(workers), *suite.arguments]
-        # Each process has its part of the cores: threads that spin would keep the others from theirs.
-        cores = {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
-        start = time.monotonic()
-        with log.open("w", encoding="utf-8") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **cores, **suite.environment}, stdout=out, stderr=out
-            )
-            try:
-                status = "failed" if process.wait(seconds) else "passed"
-            except subprocess.TimeoutExpired:
-                end(process)
-                status = "ended"
-                out.write(f"\nended after {seconds:.0f} seconds\n")
-        spent, text = time.monotonic() - start, log.read_text(encoding="utf-8", errors="replace")
-        row: dict[str, Any] = {"status": status}
-        if counts.exists():
-            row |= _counted(counts)
-        else:  # what had been printed; what failed goes first
-            kinds = ("passed", "failed", "skipped")
-            row |= {kind: len(re.findall(rf"\b{kind.upper()}\b", text)) for kind in kinds}
-            failed = [line for line in text.splitlines() if "FAILED" in line]
-            text = "\n".join([*failed, text[-LOG_CHARACTERS // 2 :]])
-    return {**row, "seconds": spent}, text[-LOG_CHARACTERS:]
+    """One run of pytest: what it counted, and the end of what it printed, what has failed first."""
+    workers = min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
+    # Test by test: a run that is ended in the midst has told of those before.
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", "--continue-on-collection-errors"]
+    # Each process has its part of the cores: threads that spin would keep the others from theirs.
+    cores = {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            [*command, *_plugins(workers), *suite.arguments], cwd=ROOT, stdout=log, stderr=log,
+            env={**os.environ, **cores, **suite.environment}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = "failed" if process.wait(seconds) else "passed"
+        except subprocess.TimeoutExpired:
+            status = "ended"
+        finally:
+            end(process)
+        log.seek(0)
+        text = log.read()
+    failed = [line for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)]
+    told = "\n".join([*failed, text[-LOG_CHARACTERS:]])
+    return {"status": status, **counted(text), "seconds": time.monotonic() - start}, told
+
+
+def counted(text: str) -> dict[str, int]:
+    """How many tests passed, failed and were skipped, by pytest's last line; of a run that was ended, by its words."""
+    last = text.strip().rpartition("\n")[2]
+    found = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    if not found:
+        return {kind: len(re.findall(rf"\b{kind.upper()}\b", text)) for kind in ("passed", "failed", "skipped")}
+    failed = found.get("failed", 0) + found.get("error", 0)
+    return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
 
 
 def end(process: subprocess.Popen[Any]) -> None:
     """End a process with all that it has started: workers of pytest that hang outlive it, and hold the device."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            parents[int(path.parent.name)] = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
-    family = [process.pid]
-    for pid in family:
-        family += [child for child, parent in parents.items() if parent == pid]
-    for pid in family:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -142,10 +136,3 @@ def _plugins(workers: int) -> list[str]:
     if importlib.util.find_spec("pytest_timeout") is not None:
         found += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
     return found
-
-
-def _counted(path: Path) -> dict[str, int]:
-    """How many tests passed, failed and were skipped."""
-    suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
-    total, failures, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
-    return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from common import Row, percentiles
+from common import Row, numbers, percentiles
 from gpu import models
 from gpu.options import Options
 from gpu.replay import Replay, Script, parse, write_script
@@ -37,12 +38,6 @@ FULL = "full-resident"
 FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
 """Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
 chooses among them; and keys that are drawn, with few blocks on the device."""
-ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (FULL, *FREE, *VARIANTS) for graph in ("", "-graph")))
-DEFAULT_ROWS = (
-    "scout-graph", f"{FULL}-graph", "default-graph", "scout", "dynamic", "offloading", "chosen-graph", "drawn-graph",
-    "scout-no-recall-graph", "scout-off-graph", "scout-quest-graph",
-)  # fmt: skip
-CONTEXTS, BATCHES = (32 << 10, 64 << 10), (1, 8, 16)
 FEW, MANY = "miss=0.1,drift=0.15,recall=4", "miss=0.2,drift=0.2,recall=1"
 """Scripts (`gpu.replay`) of choices like a trained model's with 1.5 budgets and with one budget resident."""
 # Context (k), batch, row and script of the cases that tell most, which come first: time may be up before the last.
@@ -62,14 +57,19 @@ each step."""
 
 def chosen_cases(options: Options) -> list[Case]:
     """The cases in the order of their worth."""
-    whole = (options.contexts, options.batches, options.replay) == (CONTEXTS, BATCHES, None)
-    found: list[Case] = [(context << 10, *rest) for context, *rest in FIRST if rest[1] in options.rows and whole]
-    for context in options.contexts:
-        for batch in options.batches:
-            for row in options.rows:
-                chooses = row.removesuffix("-graph") in VARIANTS
-                found.append((context, batch, row, (options.replay or FEW) if chooses else None))
-    return list(dict.fromkeys(found))
+    contexts, batches, rows = (
+        numbers(options.contexts),
+        numbers(options.batches),
+        options.rows.replace(" ", "").split(","),
+    )
+    asked = (
+        (context, batch, row, (options.replay or FEW) if row.removesuffix("-graph") in VARIANTS else None)
+        for context, batch, row in itertools.product(contexts, batches, rows)
+    )
+    usual = Options()
+    whole = (options.contexts, options.batches, options.replay) == (usual.contexts, usual.batches, None)
+    first = [(context << 10, *rest) for context, *rest in FIRST if rest[1] in rows and whole]
+    return list(dict.fromkeys([*first, *asked]))
 
 
 def cases(options: Options) -> Cases:

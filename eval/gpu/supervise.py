@@ -106,7 +106,6 @@ def supervise(part: str, module: ModuleType, options: Options, results: Results,
 def child(job: str) -> None:
     """A process of a part."""
     given = json.loads(job)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in given["options"].items()}
-    cases = importlib.import_module(given["module"]).cases(Options(**options))
+    cases = importlib.import_module(given["module"]).cases(Options(**given["options"]))
     faulthandler.enable()
     here(given["part"], cases, Results(Path(given["folder"]), given["meta"]), given["seconds"], alone=True)

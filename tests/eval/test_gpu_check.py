@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import signal
 import subprocess
 import sys
 import tarfile
@@ -31,7 +30,7 @@ from hf_offload.graph.cuda_graph import StepGraph, graphed
 
 from . import _troubled
 
-QUICK = Options("cpu", quick=True, layers=2, contexts=(256,), batches=(2,), rows=("scout",), budget=64, steps=4)
+QUICK = Options("cpu", quick=True, rows="scout").made_tiny()
 META = {"commit": "a", "gpu": "none"}
 
 
@@ -146,6 +145,12 @@ def test_suites_that_have_passed_are_not_repeated_at_the_same_commit(tmp_path: P
             results.case("correctness", name, status)
 
 
+def test_tests_are_counted() -> None:
+    last = "=== 2 failed, 30 passed, 1 skipped, 3 errors in 5.10s ==="
+    assert correctness.counted(f"a PASSED\n{last}\n") == {"passed": 30, "failed": 5, "skipped": 1}
+    assert correctness.counted("[gw0] [ 1%] PASSED a\nb FAILED [ 2%]\n") == {"passed": 1, "failed": 1, "skipped": 0}
+
+
 @pytest.mark.parametrize(("left", "failed", "error"), [(20, 0, supervise.TimeUp), (20, 1, AssertionError)])
 def test_a_suite_that_had_less_than_its_time_has_not_failed(
     left: float, failed: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -193,13 +198,12 @@ def test_what_a_suite_has_started_ends_with_it() -> None:
     sleep = "import time; time.sleep(600)"
     inner = f"import subprocess, sys; a = subprocess.Popen([sys.executable, '-c', {sleep!r}]); print(a.pid); a.wait()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-u', '-c', {inner!r}])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     with process.stdout:
         last = Path("/proc", process.stdout.readline().strip(), "stat")
-        assert last.exists()
         correctness.end(process)
-        assert process.returncode == -signal.SIGKILL
         assert process.stdout.read() == ""  # nobody is left who could write
     for _ in range(30_000):
         if not last.exists() or last.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -280,18 +284,18 @@ def test_caches_are_filled_by_reading() -> None:
 
 
 def test_what_tells_most_is_measured_first() -> None:
-    whole = Options(contexts=decoding.CONTEXTS, batches=decoding.BATCHES, rows=decoding.DEFAULT_ROWS)
+    whole = Options()
     found = decoding.chosen_cases(whole)
     assert [(c >> 10, *rest) for c, *rest in found[: len(decoding.FIRST)]] == list(decoding.FIRST)
     assert {replay is None for _, _, row, replay in found if "scout" in row} == {False}
-    some = dataclasses.replace(whole, contexts=(8 << 10,), replay="miss=0.1,drift=0.1")
+    some = dataclasses.replace(whole, contexts="8k", replay="miss=0.1,drift=0.1")
     assert {(context, replay) for context, _, _, replay in decoding.chosen_cases(some)} == {
         (8 << 10, some.replay), (8 << 10, None),
     }  # fmt: skip
 
 
 def test_a_script_is_what_is_attended() -> None:
-    options = dataclasses.replace(QUICK, budget=512, contexts=(4096,))
+    options = dataclasses.replace(QUICK, budget=512)
     model = models.build(options)
     script = decoding.script_of(options, "miss=0.08,drift=0.15,recall=4", 2, 4096, 2, 8)
     tokens = decoding.filled_tokens(4096, 8)
