@@ -49,11 +49,7 @@ SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 def record(
     model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int
 ) -> dict[int, list[torch.Tensor]]:
-    """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query.
-
-    Raises:
-        ValueError: a layer has attention that is more than a softmax over all keys.
-    """
+    """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
     def keep(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
@@ -170,11 +166,7 @@ def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
 
 
 def whole_layers(config: Any) -> list[int]:
-    """Layers that attend all tokens: the others' weights end with their windows, or there are none.
-
-    Raises:
-        typer.BadParameter: there is none.
-    """
+    """Layers that attend all tokens: the others' weights end with their windows, or there are none."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     found = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if not found:

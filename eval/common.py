@@ -67,11 +67,7 @@ OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; what else is 
 
 @dataclass(frozen=True)
 class Setting:
-    """The options of a script that loads a model. `command` makes them of a parameter of this type.
-
-    Raises:
-        typer.BadParameter: an unknown dtype.
-    """
+    """The options of a script that loads a model. `command` makes them of a parameter of this type."""
 
     model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file; SmolLM2-135M by default.")] = None
     dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "bfloat16"
@@ -154,11 +150,7 @@ def command(main: Callable[..., None]) -> typer.Typer:
 
 
 def listed(text: str, allowed: Iterable[str], what: str) -> list[str]:
-    """Parse a comma-separated list of names, each once.
-
-    Raises:
-        typer.BadParameter: a name that is not allowed.
-    """
+    """Parse a comma-separated list of names, each once."""
     names, allowed = list(dict.fromkeys(text.replace(" ", "").split(","))), list(allowed)
     if unknown := [name for name in names if name not in allowed]:
         raise typer.BadParameter(f"unknown {what} {', '.join(unknown)}: choose among {', '.join(allowed)}")
@@ -247,9 +239,6 @@ def row_of(text: str, tier: str | None = None, predictor: Path | None = None, st
         tier: of caches whose knobs say nothing of it.
         predictor: a file for `fluxion`, if its knobs name none.
         stock: of `STOCK`, what is a row here.
-
-    Raises:
-        typer.BadParameter: it is written otherwise, or a policy, knob or value is unknown.
     """
     if text in stock:
         return Row(text, text)
@@ -293,9 +282,6 @@ def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = 
     Args:
         args, knobs: as for `row_of`.
         known: the script's own rows by name, or names of several.
-
-    Raises:
-        typer.BadParameter: one that is wrong, or twice there.
     """
 
     def find(text: str) -> list[Row]:
@@ -311,11 +297,7 @@ def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = 
 
 
 def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
-    """Make a cache of each row once: what cannot be run is told before hours of work on the others.
-
-    Raises:
-        typer.BadParameter: a row that the model or the policy refuses.
-    """
+    """Make a cache of each row once: what cannot be run is told before hours of work on the others."""
     for row in rows:
         try:
             row.make_cache(model)
@@ -336,11 +318,7 @@ def load(
 
 
 def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: int) -> torch.Tensor:
-    """Return token ids `[1, tokens]` of a text from token `start` on.
-
-    Raises:
-        typer.BadParameter: the text ends before the window does.
-    """
+    """Return token ids `[1, tokens]` of a text from token `start` on."""
     # Seven characters a token is more than any ordinary text needs; it spares tokenizing a whole book.
     ids = tokenizer(text[: 7 * (start + tokens)], add_special_tokens=False)["input_ids"][start : start + tokens]
     if len(ids) < tokens:
@@ -515,9 +493,6 @@ class Records:
         keys: the fields that name a record.
         settings: what the records depend on, for `json`; a run with others does not go on from them.
         process: number of this process.
-
-    Raises:
-        typer.BadParameter: a file holds records of other settings, or a line that is no JSON.
     """
 
     def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any], process: int = 0) -> None:

@@ -40,11 +40,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def rows(name: str, **columns: Any) -> pd.DataFrame:
-    """The rows of `NAME.csv` whose columns have these values, in the file's order.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The rows of `NAME.csv` whose columns have these values, in the file's order."""
     found = _read(RESULTS / f"{name}.csv")
     for column, value in columns.items():
         found = found[found[column] == value]
@@ -54,11 +50,7 @@ def rows(name: str, **columns: Any) -> pd.DataFrame:
 
 
 def row(name: str, **columns: Any) -> pd.Series:
-    """The one row of `NAME.csv` whose columns have these values.
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
+    """The one row of `NAME.csv` whose columns have these values."""
     found = rows(name, **columns)
     if len(found) != 1:
         raise ValueError(f"{name}.csv has {len(found)} rows with {columns}; name more columns")
@@ -355,11 +347,7 @@ def hidden_numbers(name: str, file: str = "needle") -> str:
 
 
 def lost_drawn_numbers() -> str:
-    """That drawn keys lose none of the numbers that full attention finds: each other answer is one more found.
-
-    Raises:
-        ValueError: there may be one that is lost.
-    """
+    """That drawn keys lose none of the numbers that full attention finds: each other answer is one more found."""
     for samples in (512, 256):
         line = row("needle_samples", row=f"scout:samples={samples}", task="average")
         if round((1 - line.same) * line.samples) != round(line.more * line.samples / 100):
@@ -822,11 +810,7 @@ def pages() -> list[Path]:
 
 
 def write(text: str) -> str:
-    """A page with its figures made anew.
-
-    Raises:
-        ValueError: a figure of an unknown name.
-    """
+    """A page with its figures made anew."""
 
     def fill(mark: re.Match[str]) -> str:
         start, name, old, end = mark.groups()

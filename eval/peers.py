@@ -121,11 +121,7 @@ class WithLlama:
 
 
 def begin(way: str, *how: Any) -> None:
-    """Make this process that of one way.
-
-    Raises:
-        RuntimeError: the way cannot be made; says which one.
-    """
+    """Make this process that of one way."""
     global _serving, _before
     _before = common.resident_bytes()
     try:

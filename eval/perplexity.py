@@ -90,11 +90,7 @@ def told(nll: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
 
 
 def shares(text: str) -> list[float]:
-    """Parse a comma-separated list of positive numbers.
-
-    Raises:
-        typer.BadParameter: not such a list.
-    """
+    """Parse a comma-separated list of positive numbers."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:

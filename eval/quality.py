@@ -215,11 +215,7 @@ NEW_TOKENS = 24
 def numbers_in(
     text: str, kind: str, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase, tokens: int
 ) -> list[Sample]:
-    """A hidden number for each seed, in prompts of about so many tokens.
-
-    Raises:
-        typer.BadParameter: the text is too short for that.
-    """
+    """A hidden number for each seed, in prompts of about so many tokens."""
     found = []
     for seed in seeds:
         try:

@@ -48,11 +48,7 @@ Rows = list[dict[str, str]]
 
 
 def git(*arguments: str) -> bytes:
-    """What git prints in this checkout.
-
-    Raises:
-        typer.BadParameter: it fails.
-    """
+    """What git prints in this checkout."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
         raise typer.BadParameter(done.stderr.decode().strip())
@@ -84,11 +80,7 @@ class Side:
             )  # fmt: skip
 
     def wait(self) -> None:
-        """Wait until the script gives up its turn or ends.
-
-        Raises:
-            RuntimeError: it failed.
-        """
+        """Wait until the script gives up its turn or ends."""
         self.running = bool(self.giver.recv(1))
         if not self.running and self.process.wait():
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:])
@@ -137,9 +129,6 @@ def compare(base: Sequence[Rows], here: Sequence[Rows]) -> list[dict[str, Any]]:
 
     Args:
         base, here: of each run, what the other commit and this checkout have written.
-
-    Raises:
-        ValueError: one has more rows than the other.
     """
     runs = [*base, *here]
     if len({len(rows) for rows in runs}) > 1:

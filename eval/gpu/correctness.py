@@ -70,12 +70,7 @@ def cases(options: Options) -> Cases:
 
 
 def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
-    """Run a suite in the time that is left.
-
-    Raises:
-        TimeUp: it had less time than it may take, and nothing has failed so far.
-        AssertionError: it has failed; with the end of its log.
-    """
+    """Run a suite in the time that is left."""
     seconds = min(suite.seconds, seconds_left() - 5)
     row, text = run_tests(suite, seconds)
     yield {"suite": name, **row}

@@ -144,9 +144,6 @@ def measure(
 
     Args:
         replay: numbers of the script by which the row chooses, or None.
-
-    Raises:
-        NotApplicable: it does not fit, or needs a GPU.
     """
     if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
         raise NotApplicable(f"{name} needs a GPU")

@@ -35,11 +35,7 @@ def pin(options: Options, pages: str) -> Iterator[dict[str, Any]]:
 
 
 def pin_huge(options: Options, size: int) -> tuple[torch.Tensor, Callable[[], Any]]:
-    """Bytes on huge pages, which torch's threads touch before they are registered with CUDA, and their release.
-
-    Raises:
-        RuntimeError: CUDA refuses to register them.
-    """
+    """Bytes on huge pages, which torch's threads touch before they are registered with CUDA, and their release."""
     region = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)

@@ -27,11 +27,7 @@ def times(options: Options, batch: int) -> Iterator[dict[str, Any]]:
 
 
 def replays(options: Options) -> Iterator[dict[str, Any]]:
-    """Replays of a wait and a merge whose partial the CPU changes each time, two of three while the device waits.
-
-    Raises:
-        ArithmeticError: a replay merged anything but what the CPU had written for it.
-    """
+    """Replays of a wait and a merge whose partial the CPU changes each time, two of three while the device waits."""
     merged_by = _waiting_merge(options)
     count = 4 if options.quick else REPLAYS
     wrong = [number for number in range(1, count + 1) if merged_by(number) != {float(number)}]

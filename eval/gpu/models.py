@@ -82,11 +82,7 @@ def kv_bytes(config: Any, tokens: int, itemsize: int) -> int:
 
 
 def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, tokens: int) -> None:
-    """Refuse what is over the cap of KV on the device, or over the host's memory.
-
-    Raises:
-        NotApplicable: it does not fit; the message says by how much.
-    """
+    """Refuse what is over the cap of KV on the device, or over the host's memory."""
     config, itemsize = model.config, options.dtype.itemsize
     everything = kv_bytes(config, batch * tokens, itemsize)
     near, far = everything, 0

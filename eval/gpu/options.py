@@ -23,11 +23,7 @@ USUAL = (
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the check.
-
-    Raises:
-        typer.BadParameter: an unknown row, a script or a list that cannot be read.
-    """
+    """Options of the check."""
 
     device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda"
     quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False

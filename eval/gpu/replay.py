@@ -35,11 +35,7 @@ class Script:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out."""
     numbers = {"recall": 8.0}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -67,9 +63,6 @@ def write_script(
         miss, drift: as in `Script`, the aim.
         recall: steps between recalls, 0 for never.
         device: where the script lies.
-
-    Raises:
-        ValueError: the context is too short for the budget.
     """
     first, newest = fixed
     free, middle, steps = np.arange(first, blocks_at[0] - newest), budget - first - newest, len(blocks_at)

@@ -81,11 +81,7 @@ def here(part: str, cases: Cases, results: Results, seconds: float, *, alone: bo
 
 
 def supervise(part: str, module: ModuleType, options: Options, results: Results, seconds: float) -> None:
-    """Run the cases of a part's module in processes, until all have been begun or time is up.
-
-    Raises:
-        RuntimeError: a process has ended without having begun a case.
-    """
+    """Run the cases of a part's module in processes, until all have been begun or time is up."""
     end, left = time.monotonic() + seconds, set(module.cases(options))
     while (left := left - results.cases(part).keys()) and (rest := end - time.monotonic()) > LEAST:
         job = {"part": part, "module": module.__name__, "options": dataclasses.asdict(options)}

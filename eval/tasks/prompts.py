@@ -39,9 +39,6 @@ class Prompter:
         model, tokenizer: whose prompts they are.
         most: tokens of a prompt; None: as many positions as the model has, less the answer.
         chat: whether the tokenizer's chat template is used where a sample allows it.
-
-    Raises:
-        typer.BadParameter: more tokens than the model has positions.
     """
 
     def __init__(
@@ -57,9 +54,6 @@ class Prompter:
         """The prompt of a sample that leaves room for its answer.
 
         What is too long loses its middle, as in LongBench: the first and the last half of what fits stay.
-
-        Raises:
-            typer.BadParameter: so little fits that the question itself would be cut.
         """
         chat = self.chat and sample.chat
         room = min(self.most or self.positions, self.positions - sample.new_tokens)

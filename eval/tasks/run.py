@@ -36,11 +36,7 @@ Reader = Callable[[str, PreTrainedTokenizerBase], list[Sample]]
 
 @dataclass(frozen=True)
 class Asking:
-    """The options that all benchmarks share.
-
-    Raises:
-        typer.BadParameter: an unknown setup.
-    """
+    """The options that all benchmarks share."""
 
     rows: common.RowsOption = field(default_factory=lambda: [ROWS])
     setup: Annotated[
@@ -121,11 +117,7 @@ def run(
 def questions(
     asking: Asking, read: Reader, task: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[Sample, Prompt]]:
-    """The samples of a task that are asked for, with their prompts.
-
-    Raises:
-        typer.BadParameter: they cannot be fetched, or two of them have one name.
-    """
+    """The samples of a task that are asked for, with their prompts."""
     try:
         samples = read(task, tokenizer)
     except OSError as error:
@@ -150,11 +142,7 @@ def ask(
     asking: Asking, rows: Sequence[common.Row], sample: Sample, prompt: Prompt, model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase, records: common.Records, bar: tqdm[Any],
 ) -> None:  # fmt: skip
-    """Let every row answer one question that it has not answered before, in these words.
-
-    Raises:
-        typer.BadParameter: it has, with a file of the same name in which something else was.
-    """
+    """Let every row answer one question that it has not answered before, in these words."""
     reading = Reading(model, prompt.ids.to(model.device), asking.chunk)
     for setup in asking.setups:
         for row in rows:

@@ -45,9 +45,6 @@ def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, 
 
     Args:
         fields: what each row must have.
-
-    Raises:
-        typer.BadParameter: a line that is no JSON, or lacks a field.
     """
     file = folder / f"{task}.jsonl"
     if not file.exists():
@@ -80,9 +77,6 @@ def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = No
         folder: of lm-eval's tasks.
         name: of the task.
         dataset: makes the rows, `{"test": Dataset}`, in place of those that the task takes from the hub.
-
-    Raises:
-        ImportError: lm-eval, or what the task's metrics need, is not installed; with the remedy.
     """
     import lm_eval.tasks
 

