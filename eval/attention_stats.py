@@ -130,28 +130,9 @@ def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def shapes(found: dict[str, dict[int, list[torch.Tensor]]], layers: list[int], far: slice) -> list[dict[str, Any]]:
-    """`shape_of` some entries for each text, layer and head: medians over the queries but the first."""
-    lines = []
-    for text, weights in found.items():
-        for layer in layers:
-            each = [shape_of(rows[:, far]) for rows in weights[layer][1:]]
-            told = {key: torch.stack([one[key] for one in each]).median(0).values for key in each[0]}
-            lines += [
-                {"text": text, "layer": layer, "head": head} | {key: float(value[head]) for key, value in told.items()}
-                for head in range(len(weights[layer][1]))
-            ]
-    return lines
-
-
 def quantiles(count: int) -> torch.Tensor:
     """Those of a standard normal distribution that so many sorted values should have; float64 `[count]`."""
     return torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
-
-
-def sizes(tokens: int) -> list[int]:
-    """Sizes of windows: none, and powers of two up to a text's length."""
-    return [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
 
 
 def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
@@ -163,15 +144,6 @@ def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
         axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
         axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
-
-
-def whole_layers(config: Any) -> list[int]:
-    """Layers that attend all tokens: the others' weights end with their windows, or there are none."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    found = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    if not found:
-        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
-    return found
 
 
 def main(
@@ -195,14 +167,18 @@ def main(
     asked = None if layers is None else common.numbers(layers)
     model, tokenizer = setting.load()
     config = model.config.get_text_config(decoder=True)
-    last, heads, whole = config.num_hidden_layers - 1, config.num_attention_heads, whole_layers(config)
-    centre = whole[len(whole) // 2]
-    three, middle = asked or sorted({whole[0], centre, whole[-1]}), centre if layer is None else layer
-    if not all(0 <= one <= last for one in (*three, middle)):
-        raise typer.BadParameter(f"layers {three} and {middle}: the model has layers 0 to {last}")
+    last, heads = config.num_hidden_layers - 1, config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * (last + 1)
+    whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
+    if not whole:
+        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
+    middle = whole[len(whole) // 2] if layer is None else layer
+    three = asked or sorted({whole[0], whole[len(whole) // 2], whole[-1]})
     head = min(6, heads - 1) if head is None else head
-    if head >= heads:
-        raise typer.BadParameter(f"head {head}: the model has heads 0 to {heads - 1}")
+    if not (all(0 <= one <= last for one in (*three, middle)) and head < heads):
+        raise typer.BadParameter(
+            f"layers {three} and {middle}, head {head}: the model has layers 0 to {last} and heads 0 to {heads - 1}"
+        )
     if queries > tokens // 4:
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1
@@ -214,33 +190,40 @@ def main(
         for name, content in tqdm(texts.items(), desc="texts"):
             ids = common.window(content, tokenizer, start, tokens).to(model.device)
             found[name] = record(model, ids, positions, sorted({*three, middle}), chunk)
-    edges = sizes(tokens)
     first = next(iter(found.values()))
-    sums = {one: window_sums(first[one][1:], edges, edges) for one in three}
-    shares = {
-        name: torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0).numpy()
-        for name, weights in found.items()
-    }
-    pair = [first[middle][0][head], first[middle][-1][head]]
-    draw_positions(pair, middle, head, setting.beside("_positions.png"))
-    setting.write(
-        [
-            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(values[i, j])}
-            for one, values in sums.items()
-            for i, j in np.ndindex(values.shape)
+    edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
+    windows = []
+    for one in three:
+        sums = window_sums(first[one][1:], edges, edges)
+        windows += [
+            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(sums[i, j])}
+            for i, j in np.ndindex(sums.shape)
         ]
-    )
-    by_head = [
-        {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
-        for name, values in shares.items()
-        for number, value in enumerate(values)
-    ]
+    setting.write(windows)
+    by_head = []
+    for name, weights in found.items():
+        share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
+        by_head += [
+            {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
+            for number, value in enumerate(share)
+        ]
     setting.write(by_head, "_heads")
+    common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
     if tokens >= 2 * (SINKS + LOCAL + queries):
-        far = slice(SINKS, tokens - queries - LOCAL)
-        setting.write(shapes(found, three, far), "_scores")
+        far, scores = slice(SINKS, tokens - queries - LOCAL), []
+        for name, weights in found.items():
+            for one in three:
+                each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
+                told = {key: torch.stack([shape[key] for shape in each]).median(0).values for key in each[0]}
+                scores += [
+                    {"text": name, "layer": one, "head": number} | {k: float(v[number]) for k, v in told.items()}
+                    for number in range(heads)
+                ]
+        setting.write(scores, "_scores")
     else:
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
+    pair = [first[middle][0][head], first[middle][-1][head]]
+    draw_positions(pair, middle, head, setting.beside("_positions.png"))
     line = line_at(pair[1], LINE)
     by_position = [
         {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
@@ -248,12 +231,6 @@ def main(
         for p, weight in enumerate(pair[1].tolist())
     ]
     setting.write(by_position, "_positions")
-    table = [
-        {"text": name, "least": f"{v.min():.1%} (head {v.argmin()})", "most": f"{v.max():.1%} (head {v.argmax()})"}
-        | {"mean": f"{v.mean():.1%}"}
-        for name, v in shares.items()
-    ]
-    common.show(f"entries that hold {HOLDS} of a head's weight, layer {middle}", table)
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ class Extraction(Ask):
         kl, kept = measuring.divergence(logprobs, reading.full)
         mine, full = ((found.argmax(-1) == right).float().mean().item() for found in (logprobs, reading.full))
         told = {"kept": kept, "right": mine, "right_full": full, "kl": float(kl.mean())}
-        return told | {"attended": cache.stats().as_dict()["attended_tokens"], "asked": self.records // 10}
+        return told | {"attended": cache.stats().as_dict()["attended_tokens"]}
 
 
 class SecondTurn(Ask):
@@ -435,7 +435,10 @@ def main(
     asked = usual.kind(model, tokenizer, setting, lengths, names, steps, limit, needles, records, tier)
     every = [common.FULL, *chosen] if usual.kind is SecondTurn else chosen
     places = list(asked.places())
-    size = {"steps": steps, "tier": tier} if ask == "text" else {"records": records} if ask == "extraction" else {}
+    size = {
+        "text": {"text_tokens": max(lengths), "steps": steps, "tier": tier},
+        "extraction": {"records": records, "asked": records // 10, "tier": tier},
+    }.get(ask, {})
     with tqdm(total=len(places) * len(every)) as bar, torch.inference_mode():
         for place in places:
             context = None

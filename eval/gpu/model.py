@@ -27,7 +27,6 @@ from gpu.decoding import FEW, MANY
 from gpu.replay import parse
 from gpu.results import read_table
 from hf_offload.cache.residence import blocks_soon, fitting_slots
-from hf_offload.gpu.kv_copy import FETCHERS
 from hf_offload.policies.base import DENSE_BYTES
 
 K = 1 << 10
@@ -294,37 +293,24 @@ def rows_of(tables: Tables) -> Iterator[tuple[Work, float]]:
             yield Work(*facts, row.get("cpu_ratio") or 0.0, recalled), row["p50"]
 
 
-def measured_machine(tables: Tables, machine: Machine) -> Machine:
-    """A machine with the speeds that a check has measured; what it did not get to stays."""
+def measured(tables: Tables, code: Code, machine: Machine) -> tuple[Code, Machine]:
+    """Code and machine with what a check has measured of them; what it did not get to stays."""
     kernels, rows = list(tables("kernels")), list(tables("pieces"))
     speeds = {
         "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
-        "cpu": [row["gb_per_s"] for row in rows if row.get("variant") == "ordinary, beside a fetch"],
-        "fetch": [row["gb_per_s"] for row in rows if _is_fetch(row)],
+        "fetch": [row["link_bytes"] / row["p50"] / 1000 for row in kernels if row["operation"] == "fetch_all"],
     }
+    machine = replace(machine, **{name: max(found) for name, found in speeds.items() if found})
     scored = [row for row in kernels if row["operation"] == "score_submeans" and row.get("in_graph")]
     if line := _line((row["device_bytes"], row["in_graph"]) for row in scored):
         machine = replace(machine, score=1 / line[0] / 1000, score_fixed=max(line[1], 0.0))
-    return replace(machine, **{name: max(found) for name, found in speeds.items() if found})
-
-
-def _is_fetch(row: Mapping[str, Any]) -> bool:
-    """Whether a row of the pieces is a fetch with as many programs as the package's."""
-    return (row["piece"], row.get("programs")) == ("fetch", FETCHERS)
-
-
-def measured_code(tables: Tables, code: Code) -> Code:
-    """The code with what a check has measured of it; what it did not get to stays."""
-    rows = list(tables("pieces"))
     merges = [row for row in rows if (row["piece"], row.get("variant")) == ("merge", "read") and row.get("in_graph")]
     if line := _line((row["batch"], row["in_graph"]) for row in merges):
         code = replace(code, merge=line[1], merge_row=line[0])
     for row in rows:
-        if _is_fetch(row) and row.get("beside"):
-            code = replace(code, slowed=max(row["beside"] / row["alone"], 1.0))
         if (row["piece"], row.get("variant")) == ("host time of a replay", "scout"):
             code = replace(code, host=row["launch"] / 1000)
-    return code
+    return code, machine
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
@@ -343,7 +329,7 @@ def table_of(tables: Tables, code: Code, machine: Machine) -> list[dict[str, Any
 
 def check(tables: Tables) -> list[dict[str, Any]]:
     """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
-    code, machine = measured_code(tables, AFTER), measured_machine(tables, Machine())
+    code, machine = measured(tables, AFTER, Machine())
     rows = table_of(tables, code, machine)
     told = {(row["context"], row["batch"], row["row"], row["replay"]) for row in rows}
     others = [work for work in AHEAD_OF_A_RUN if (work.context, work.batch, work.row, work.replay) not in told]
@@ -386,21 +372,16 @@ def defaults() -> list[dict[str, Any]]:
     return rows
 
 
-def nothing(name: str) -> list[dict[str, Any]]:
-    """The tables of a check that has measured nothing."""
-    return []
-
-
 def main(
-    measured: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of a check that has ended.")
+    folder: Annotated[
+        Path | None, typer.Option("--measured", exists=True, file_okay=False, help="Folder of a check that has ended.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = RESULTS / "gpu" / "model.csv",
 ) -> None:
     """Predict decode steps on a GPU from measured pieces."""
     rows = table_of(partial(read_table, RESULTS / "h100"), BEFORE, Machine())
     rows += [predict(work, BEFORE, Machine()) for work in AHEAD_OF_A_RUN if not work.is_full]
-    rows += check(nothing if measured is None else partial(read_table, measured))
+    rows += check((lambda name: []) if folder is None else partial(read_table, folder))
     show("milliseconds a step", rows, SHOWN)
     write_csv(out, rows)
     chosen = defaults()

@@ -13,7 +13,6 @@ import common
 from gpu import model
 from gpu.decoding import FEW
 from gpu.results import read_table
-from hf_offload.gpu.kv_copy import FETCHERS
 
 MEASURED = partial(read_table, common.RESULTS / "h100")
 K = 1 << 10
@@ -49,13 +48,12 @@ TABLES: dict[str, list[dict[str, Any]]] = {
         {"piece": "merge", "variant": "read", "batch": 1, "in_graph": 7.0},
         {"piece": "merge", "variant": "read", "batch": 8, "in_graph": 14.0},
         {"piece": "merge", "variant": "read", "batch": 16, "in_graph": 22.0},
-        {"piece": "fetch", "programs": FETCHERS, "gb_per_s": 50.0, "alone": 20.0, "beside": 30.0},
+        {"piece": "host time of a replay", "variant": "full", "launch": 300.0},
         {"piece": "host time of a replay", "variant": "scout", "launch": 400.0},
-        {"piece": "CPU attention", "variant": "ordinary, beside a fetch", "host_threads": 4, "gb_per_s": 40.0},
-        {"piece": "CPU attention", "variant": "ordinary, beside a fetch", "host_threads": 8, "gb_per_s": 70.0},
     ],
     "kernels": [
         {"operation": "speed: device", "gb_per_s": 2000.0},
+        {"operation": "fetch_all", "link_bytes": 1e7, "p50": 200.0},
         {"operation": "score_submeans", "device_bytes": 1e7, "in_graph": 15.0},
         {"operation": "score_submeans", "device_bytes": 1e8, "in_graph": 105.0},
     ],
@@ -67,15 +65,13 @@ TABLES: dict[str, list[dict[str, Any]]] = {
 
 
 def test_what_a_check_has_measured_takes_the_place_of_estimates() -> None:
-    machine = model.measured_machine(TABLES.__getitem__, model.Machine())
-    assert (machine.device, machine.fetch, machine.cpu) == (2000.0, 50.0, 70.0)
+    code, machine = model.measured(TABLES.__getitem__, model.AFTER, model.Machine())
+    assert (machine.device, machine.fetch, code.host) == (2000.0, 50.0, 0.4)
     assert (machine.score, machine.score_fixed) == pytest.approx((1000.0, 5.0))
-    code = model.measured_code(TABLES.__getitem__, model.AFTER)
     assert (code.merge, code.merge_row) == pytest.approx((6.0, 1.0), abs=0.1)
-    assert (code.slowed, code.host) == (1.5, 0.4)
     rows = model.check(TABLES.__getitem__)
     assert [row["measured"] for row in rows] == [20.0] + [None] * (len(model.AHEAD_OF_A_RUN) - 1)
-    assert model.measured_machine(model.nothing, machine) == machine
+    assert model.measured(lambda name: [], code, machine) == (code, machine)
 
 
 def test_the_table_is_written(tmp_path: Path) -> None:

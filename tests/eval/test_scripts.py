@@ -140,8 +140,8 @@ RUNS = {
 }  # fmt: skip
 SLOW = {
     "kernels": Run(
-        "bench_cpu", "--sections torch,selection,pairs --dtypes bf16 --rounds 2",
-        lambda rows: {"read", "blocks", "torch.topk", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
+        "bench_cpu", "--sections torch,pairs --dtypes bf16 --rounds 2",
+        lambda rows: {"read", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
         {"POOL_BYTES": 1 << 26},
     ),
     "soak": Run(
