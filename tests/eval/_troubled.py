@@ -17,7 +17,6 @@ NAMES = ("first", "raises", "cannot", "dies", "hangs", "has no memory", "last")
 
 
 def cases(options: Options) -> Cases:
-    """Cases named for what becomes of them."""
     return {name: (2.0 if name == "hangs" else 300.0, partial(run, name)) for name in NAMES}
 
 

@@ -31,7 +31,6 @@ def test_lists_are_parsed_and_refused() -> None:
         ("hgca:gpu_ratio=0.1,reevaluate=False", "hgca", {"gpu_ratio": 0.1, "reevaluate": False}),
         ("scout-512-int8", "scout", {"budget": 512, "host_dtype": "int8"}),
         ("hgca-0.1-once", "hgca", {"gpu_ratio": 0.1, "beta": 1.0, "reevaluate": False}),
-        ("dynamic", "dynamic", {}),
     ],
 )
 def test_a_row_has_a_policy_and_options(text: str, policy: str, options: dict[str, Any]) -> None:
@@ -56,7 +55,6 @@ def test_rows_come_in_lists_and_one_by_one(tmp_path: Path) -> None:
         ("nonesuch", "policy='nonesuch' is unknown"),
         ("scout:window=512", "window: not a knob of policy 'scout'"),
         ("dynamic:budget=512", "policy='dynamic' is unknown"),
-        ("fluxion", "needs a predictor"),
         ("full,full", "twice"),
     ],
 )

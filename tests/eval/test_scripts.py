@@ -60,101 +60,58 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "attention_stats": Run(
-        "attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3 --start 0",
-        lambda rows: max(column(rows, "weight")) == pytest.approx(1, abs=1e-5),
-    ),
-    "linear": Run(
-        "bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
+    "attention_stats": Run("attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3 --start 0",
+        lambda rows: max(column(rows, "weight")) == pytest.approx(1, abs=1e-5)),
+    "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
-        {"POOL_BYTES": 1 << 20, "WIDTHS": {"tiny": (64, 96, 32, 2, 160)}},
-    ),
-    "context_attention": Run(
-        "context_attention", "--contexts 64 --rows bare,full,window-1024 --steps 2 --rounds 1",
-        lambda rows: [r["row"] for r in rows] == ["dynamic", "full", "window-1024"]
-        and max(column(rows, "kl")) < 1e-5
-        and all(float(row["attention"]) < float(row["step"]) for row in rows),
-    ),
+        {"POOL_BYTES": 1 << 20, "WIDTHS": {"tiny": (64, 96, 32, 2, 160)}}),
+    "context_attention": Run("context_attention", "--contexts 64 --rows bare,full,window-1024 --steps 2 --rounds 1",
+        lambda rows: max(column(rows, "kl")) < 1e-5 and all(float(r["attention"]) < float(r["step"]) for r in rows)),
     "a repeated text": Run(
         "context_attention", f"--contexts 600,300+400 --read 300 --rows full,{WINDOW} --steps 2 --rounds 1",
-        lambda rows: max(column(rows[1::3], "kl")) < 1e-4 < min(column(rows[2::3], "kl")),
-    ),
-    "decode": Run(
-        "decode", "--contexts 60,40 --rows dynamic,static,full --batch 2 --steps 1 --rounds 1",
-        lambda rows: [row["context"] for row in rows] == ["40"] * 3 + ["60"] * 3 and min(column(rows, "p50")) > 0,
-    ),
-    "frames": Run(
-        "frames", "--row window:budget=96 --context 200 --tiers one",
-        lambda rows: len(rows) == 5 and min(column(rows, "frames")) > 0,
-    ),
-    "launches": Run(
-        "launches", "--row window:budget=96 --context 200",
-        lambda rows: {"paged_attention_kernel", "write_token_kernel"} <= {row["kernel"] for row in rows},
-    ),
-    "perplexity": Run(
-        "perplexity", "--rows full,hgca-0.4-1 --ratios 0.4 --tokens 80 --batch 2 --texts code",
+        lambda rows: max(column(rows[1::3], "kl")) < 1e-4 < min(column(rows[2::3], "kl"))),
+    "cpu_ratio": Run("cpu_ratio", "--budget 192 --tokens 420 --steps 8",
+        lambda rows: 0 < max(column(rows, "cpu_ratio")) <= 1, {"ROWS": {"recall-1.5": ("adaptive", 1.5)}}),
+    "decode": Run("decode", "--contexts 60,40 --rows dynamic,static,full --batch 2 --steps 1 --rounds 1",
+        lambda rows: [row["context"] for row in rows] == ["40"] * 3 + ["60"] * 3 and min(column(rows, "p50")) > 0),
+    "frames": Run("frames", "--row window:budget=96 --context 200 --tiers one",
+        lambda rows: len(rows) == 5 and min(column(rows, "frames")) > 0),
+    "launches": Run("launches", "--row window:budget=96 --context 200",
+        lambda rows: {"paged_attention_kernel", "write_token_kernel"} <= {row["kernel"] for row in rows}),
+    "perplexity": Run("perplexity", "--rows full,hgca-0.4-1 --ratios 0.4 --tokens 80 --batch 2 --texts code",
         lambda rows: float(rows[1]["perplexity"]) == pytest.approx(float(rows[1]["perplexity_full"]), rel=1e-2)
-        and rows[2]["kept_share"] != "",
-    ),
+        and rows[2]["kept_share"] != ""),
     "prefill": Run(
         "prefill", "--lengths 64 --shapes 4x2x32 --dtypes float32 --rounds 2 --contexts 96 --chunks 0,64",
-        lambda rows: [row["way"] for row in rows] == ["hf_offload", "torch", "matmul"] and rows[1]["of_torch"] == "1",
-    ),
-    "quality": Run(
-        "quality", f"--row full --row {SAMPLES} --contexts 300 --steps 4 --kinds code --needles 1",
-        lambda rows: [row["row"] for row in rows] == ["full", SAMPLES]
-        and float(rows[0]["kl"]) < 1e-5 < float(rows[1]["kl"])
-        and float(rows[0]["read"]) > float(rows[1]["read"]) > 0,
-    ),
-    "needle": Run(
-        "quality", f"--ask needle --contexts 400 --limit 1 --kinds code --row full --row {WINDOW}",
-        lambda rows: {row["task"] for row in rows} >= {"code", "average"},
-    ),
-    "extraction": Run(
-        "quality", f"--ask extraction --records 10 --limit 1 --row full --row {SAMPLES}",
-        lambda rows: rows[0]["kept"] == "1" and float(rows[1]["attended"]) > 0,
-    ),
+        lambda rows: [row["way"] for row in rows] == ["hf_offload", "torch", "matmul"] and rows[1]["of_torch"] == "1"),
+    "quality": Run("quality", f"--row full --row {SAMPLES} --contexts 300 --steps 4 --kinds code --needles 1",
+        lambda rows: float(rows[0]["kl"]) < 1e-5 < float(rows[1]["kl"])
+        and float(rows[0]["read"]) > float(rows[1]["read"]) > 0),
+    "needle": Run("quality", f"--ask needle --contexts 400 --limit 1 --kinds code --row full --row {WINDOW}",
+        lambda rows: {row["task"] for row in rows} >= {"code", "average"}),
+    "extraction": Run("quality", f"--ask extraction --records 10 --limit 1 --row full --row {SAMPLES}",
+        lambda rows: rows[0]["kept"] == "1" and float(rows[1]["attended"]) > 0),
     "second turn": Run(
         "quality", "--ask second-turn --contexts 400 --steps 4 --limit 1 --kinds code --row full --row hgca:window=64",
         lambda rows: [row["row"] for row in rows] == ["dynamic", "full", "hgca:window=64"]
-        and rows[0]["answer"] == rows[1]["answer"]
-        and rows[2]["kept_share"] != "",
-    ),
-    "error": Run(
-        "quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64",
-        lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8,
-    ),
-    "rounding": Run(
-        "rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code --ways noise,fork,crop,other",
-        lambda rows: min(column(rows[:3], "within")) > 0.9 and float(rows[3]["within"]) < 0.1,
-    ),
-    "save_load": Run(
-        "save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout-1024",
-        lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2,
-    ),
-    "cpu_ratio": Run(
-        "cpu_ratio", "--budget 192 --tokens 420 --steps 8",
-        lambda rows: 0 < max(column(rows, "cpu_ratio")) <= 1,
-        {"ROWS": {"recall-1.5": ("adaptive", 1.5)}},
-    ),
+        and rows[0]["answer"] == rows[1]["answer"] and rows[2]["kept_share"] != ""),
+    "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64",
+        lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8),
+    "rounding": Run("rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code --ways noise,fork,crop,other",
+        lambda rows: min(column(rows[:3], "within")) > 0.9 and float(rows[3]["within"]) < 0.1),
+    "save_load": Run("save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout-1024",
+        lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
 }  # fmt: skip
 SLOW = {
-    "kernels": Run(
-        "bench_cpu", "--sections torch,pairs --dtypes bf16 --rounds 2",
+    "kernels": Run("bench_cpu", "--sections torch,pairs --dtypes bf16 --rounds 2",
         lambda rows: {"read", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
-        {"POOL_BYTES": 1 << 26},
-    ),
-    "soak": Run(
-        "soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
-        lambda rows: len(rows) == 6 and min(column(rows, "rss_bytes")) > 0,
-    ),
-    "serve": Run(
-        "serve", "--tokens 600 --chats 1,2 --answers 6 --repeats 1",
-        lambda rows: all(float(rows[0][name]) > 0 for name in ("read_s", "first_token_s", "tokens_per_s_2")),
-    ),
+        {"POOL_BYTES": 1 << 26}),
+    "soak": Run("soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
+        lambda rows: len(rows) == 6 and min(column(rows, "rss_bytes")) > 0),
+    "serve": Run("serve", "--tokens 600 --chats 1,2 --answers 6 --repeats 1",
+        lambda rows: all(float(rows[0][name]) > 0 for name in ("read_s", "first_token_s", "tokens_per_s_2"))),
     "families": Run(
-        "families", "--types llama --jobs 1", lambda rows: (rows[0]["status"], rows[0]["held"]) == ("exact", "4")
-    ),
+        "families", "--types llama --jobs 1", lambda rows: (rows[0]["status"], rows[0]["held"]) == ("exact", "4")),
 }  # fmt: skip
 
 
@@ -266,7 +223,7 @@ def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.Monkey
     ("script", "option"),
     [
         ("attention_stats", "--layers"), ("bench_cpu", "--sections"), ("context_attention", "--kind"),
-        ("decode", "--rows"), ("decode", "--contexts"), ("decode", "--dtype"), ("families", "--types"),
+        ("decode", "--rows"), ("decode", "--dtype"), ("families", "--types"),
         ("frames", "--context"), ("launches", "--row"), ("longbench", "--tasks"), ("longbench", "--setup"),
         ("peers", "--ways"), ("perplexity", "--betas"), ("quality", "--ask"), ("quality", "--kinds"),
         ("serve", "--chats"), ("soak", "--rows"),
