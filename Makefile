@@ -74,7 +74,7 @@ docs: $(VENV)/.docs
 results: $(VENV)/.test
 	$(BIN)/python eval/peers.py --picture docs/img/peers.svg
 	$(BIN)/python examples/quickstart.py --csv eval/results/demo.csv
-	$(BIN)/python eval/needle.py
+	$(BIN)/python eval/quality.py --ask needle --dtype bfloat16
 	$(BIN)/python eval/figures.py
 
 gpu-check:

@@ -17,15 +17,12 @@ queries that are looked at is taken over all keys, from the model's own q and k.
   quantiles with those of a normal distribution, and by how much log n + mean + variance / 2, which Fluxion's features
   take for their log-sum-exp, misses it; medians over the text's last queries.
 
-Figures go beside the CSV, which has the windows: OUT_windows.png, OUT_heads.png, OUT_positions.png, OUT_scores.png; so
-do the numbers of the others (OUT_heads.csv, OUT_positions.csv, OUT_scores.csv).
+OUT.csv has the windows; the others go beside it: OUT_heads.csv, OUT_positions.csv with a picture, OUT_scores.csv.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +36,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import common
+import hf_offload
 from plotting import plot
 
 RECORDED = "recorded_weights"
@@ -48,70 +46,42 @@ LEAST = 2.0**-149  # float32 above 0
 SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
-class Recorder:
-    """An attention function that keeps the weights of some queries.
-
-    Args:
-        positions: of the queries, ascending.
-        layers: numbers of the layers.
-    """
-
-    def __init__(self, positions: list[int], layers: list[int]) -> None:
-        self.positions, self.layers = positions, set(layers)
-        self.weights: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-        """For each layer and query, in their order: `[Hq, position + 1]` float32 on the CPU."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *others: Any,
-        scaling: float | None = None, **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """sdpa for queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
-        if int(module.layer_idx) in self.layers:
-            self.record(int(module.layer_idx), module, query, key, scaling, kwargs)
-        return sdpa_attention_forward(module, query, key, *others, scaling=scaling, **kwargs)
-
-    def record(
-        self, layer: int, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, scaling: float | None,
-        kwargs: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Keep the weights of the queries that are wanted.
-
-        Raises:
-            ValueError: attention that is more than a softmax over all keys.
-        """
-        if odd := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
-            raise ValueError(f"layer {layer} of {type(module).__name__} has {', '.join(odd)}: give other --layers")
-        first = key.shape[2] - query.shape[2]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        keys = key[0].float()
-        for position in self.positions:
-            if first <= position < key.shape[2]:
-                mine = query[0, :, position - first].float().view(len(keys), -1, query.shape[-1])
-                scores = scale * mine @ keys[:, : position + 1].transpose(1, 2)
-                self.weights[layer].append(scores.flatten(0, 1).softmax(-1).cpu())
-
-    @contextmanager
-    def recording(self, model: PreTrainedModel) -> Iterator[None]:
-        """Let the model attend by this function inside."""
-        before = model.config._attn_implementation
-        AttentionInterface.register(RECORDED, self.attend)
-        AttentionMaskInterface.register(RECORDED, sdpa_mask)
-        model.set_attn_implementation(RECORDED)
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(before)
-
-
 def record(
     model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int
 ) -> dict[int, list[torch.Tensor]]:
     """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
-    recorder, cache = Recorder(positions, layers), DynamicCache(config=model.config)
-    with recorder.recording(model):
+    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+
+    def keep(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """Of queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
+        first, keys = key.shape[2] - query.shape[2], key[0].float()
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        for position in positions:
+            if first <= position < key.shape[2]:
+                mine = query[0, :, position - first].float().view(len(keys), -1, query.shape[-1])
+                scores = scale * mine @ keys[:, : position + 1].transpose(1, 2)
+                found[layer].append(scores.flatten(0, 1).softmax(-1).cpu())
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, scaling: float | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        layer = int(module.layer_idx)
+        if layer in found:
+            if odd := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
+                raise ValueError(f"layer {layer} of {type(module).__name__} has {', '.join(odd)}: give other --layers")
+            keep(layer, query, key, scaling)
+        return sdpa_attention_forward(module, query, key, *others, scaling=scaling, **kwargs)
+
+    before, cache = model.config._attn_implementation, DynamicCache(config=model.config)
+    AttentionInterface.register(RECORDED, attend)
+    AttentionMaskInterface.register(RECORDED, sdpa_mask)
+    model.set_attn_implementation(RECORDED)
+    try:
         for part in tqdm(ids.split(chunk, 1), desc="attention weights", unit="chunk", delay=5, leave=False):
             model(part, past_key_values=cache, logits_to_keep=1)
-    return recorder.weights
+    finally:
+        model.set_attn_implementation(before)
+    return found
 
 
 def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
@@ -160,54 +130,9 @@ def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def shapes(found: dict[str, dict[int, list[torch.Tensor]]], layers: list[int], far: slice) -> list[dict[str, Any]]:
-    """`shape_of` some entries for each text, layer and head: medians over the queries but the first."""
-    lines = []
-    for text, weights in found.items():
-        for layer in layers:
-            each = [shape_of(rows[:, far]) for rows in weights[layer][1:]]
-            told = {key: torch.stack([one[key] for one in each]).median(0).values for key in each[0]}
-            lines += [
-                {"text": text, "layer": layer, "head": head} | {key: float(value[head]) for key, value in told.items()}
-                for head in range(len(weights[layer][1]))
-            ]
-    return lines
-
-
 def quantiles(count: int) -> torch.Tensor:
     """Those of a standard normal distribution that so many sorted values should have; float64 `[count]`."""
     return torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
-
-
-def sizes(tokens: int) -> list[int]:
-    """Sizes of windows: none, and powers of two up to a text's length."""
-    return [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
-
-
-def draw_windows(sums: dict[int, np.ndarray], edges: list[int], path: Path) -> None:
-    """Draw Figure 3: a heat map a layer."""
-    with plot(path, 1, len(sums), figsize=(4 * len(sums) + 1, 4.2), squeeze=False, sharey=True) as axes:
-        for one, (layer, values) in zip(axes[0], sums.items(), strict=True):
-            image = one.imshow(values, origin="lower", vmin=0, vmax=1, cmap="viridis")
-            one.clabel(one.contour(values, levels=(0.5, 0.9), colors=("white", "black"), linewidths=1), fmt="%g")
-            one.set(title=f"layer {layer}", xlabel="newest entries")
-            one.set_xticks(range(len(edges)), edges, rotation=90)
-            one.set_yticks(range(len(edges)), edges)
-        axes[0, 0].set(ylabel="first entries")
-        axes[0, 0].figure.colorbar(image, ax=axes, label="share of the weight that both hold")
-
-
-def draw_heads(shares: dict[str, np.ndarray], layer: int, path: Path) -> None:
-    """Draw Figure 4: bars a head, one for each text."""
-    with plot(path, figsize=(8, 4)) as axes:
-        for number, (name, values) in enumerate(shares.items()):
-            places = np.arange(len(values)) + 0.8 * ((number + 0.5) / len(shares) - 0.5)
-            axes.bar(places, 100 * values, 0.8 / len(shares), label=name)
-        axes.set(
-            title=f"layer {layer}: entries that hold {HOLDS:.0%} of a head's weight", xlabel="query head",
-            ylabel="% of the entries", xticks=range(len(values)),
-        )  # fmt: skip
-        axes.legend()
 
 
 def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
@@ -219,38 +144,6 @@ def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
         axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
         axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
-
-
-def draw_scores(rows: dict[int, torch.Tensor], head: int, path: Path) -> None:
-    """Draw Figure 11: a histogram and a quantile plot a layer, of one head's weights `[entries]`."""
-    with plot(path, 2, len(rows), figsize=(3.6 * len(rows) + 1, 6), squeeze=False) as axes:
-        for (layer, weights), (above, below) in zip(rows.items(), axes.T, strict=True):
-            z = np.sort(stats.zscore(weights.double().clamp(min=LEAST).log().numpy()))
-            normal = quantiles(len(z)).numpy()
-            above.hist(z, bins=60, density=True, color="tab:gray")
-            above.plot(normal, stats.norm.pdf(normal), color="red")
-            above.set(title=f"layer {layer}, head {head}", xlabel="score, standardised", ylabel="density")
-            below.plot(normal, z, ".", markersize=2, color="tab:gray")
-            below.plot(normal[[0, -1]], normal[[0, -1]], color="red", linewidth=1)
-            below.set(xlabel="normal quantiles", ylabel="quantiles of the scores")
-
-
-def read_texts(paths: list[Path]) -> dict[str, str]:
-    """Texts by name: the files given, or prose and code from the Python installation."""
-    return {p.stem: p.read_text(encoding="utf-8") for p in paths} or {k: common.text_of(k) for k in ("prose", "code")}
-
-
-def whole_layers(config: Any) -> list[int]:
-    """Layers that attend all tokens: the others' weights end with their windows, or there are none.
-
-    Raises:
-        typer.BadParameter: there is none.
-    """
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    found = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-    if not found:
-        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
-    return found
 
 
 def main(
@@ -274,53 +167,63 @@ def main(
     asked = None if layers is None else common.numbers(layers)
     model, tokenizer = setting.load()
     config = model.config.get_text_config(decoder=True)
-    last, heads, whole = config.num_hidden_layers - 1, config.num_attention_heads, whole_layers(config)
-    centre = whole[len(whole) // 2]
-    three, middle = asked or sorted({whole[0], centre, whole[-1]}), centre if layer is None else layer
-    if not all(0 <= one <= last for one in (*three, middle)):
-        raise typer.BadParameter(f"layers {three} and {middle}: the model has layers 0 to {last}")
+    last, heads = config.num_hidden_layers - 1, config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * (last + 1)
+    whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
+    if not whole:
+        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
+    middle = whole[len(whole) // 2] if layer is None else layer
+    three = asked or sorted({whole[0], whole[len(whole) // 2], whole[-1]})
     head = min(6, heads - 1) if head is None else head
-    if head >= heads:
-        raise typer.BadParameter(f"head {head}: the model has heads 0 to {heads - 1}")
+    if not (all(0 <= one <= last for one in (*three, middle)) and head < heads):
+        raise typer.BadParameter(
+            f"layers {three} and {middle}, head {head}: the model has layers 0 to {last} and heads 0 to {heads - 1}"
+        )
     if queries > tokens // 4:
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1
     positions = [early, *range(tokens - queries, tokens)]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in text or ()}
+    texts = texts or {kind: hf_offload.demo_text(kind) for kind in ("prose", "code")}
     found = {}
     with torch.inference_mode():
-        for name, content in tqdm(read_texts(text or []).items(), desc="texts"):
+        for name, content in tqdm(texts.items(), desc="texts"):
             ids = common.window(content, tokenizer, start, tokens).to(model.device)
             found[name] = record(model, ids, positions, sorted({*three, middle}), chunk)
-    edges = sizes(tokens)
     first = next(iter(found.values()))
-    sums = {one: window_sums(first[one][1:], edges, edges) for one in three}
-    shares = {
-        name: torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0).numpy()
-        for name, weights in found.items()
-    }
-    pair = [first[middle][0][head], first[middle][-1][head]]
-    draw_windows(sums, edges, setting.beside("_windows.png"))
-    draw_heads(shares, middle, setting.beside("_heads.png"))
-    draw_positions(pair, middle, head, setting.beside("_positions.png"))
-    setting.write(
-        [
-            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(values[i, j])}
-            for one, values in sums.items()
-            for i, j in np.ndindex(values.shape)
+    edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
+    windows = []
+    for one in three:
+        sums = window_sums(first[one][1:], edges, edges)
+        windows += [
+            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(sums[i, j])}
+            for i, j in np.ndindex(sums.shape)
         ]
-    )
-    by_head = [
-        {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
-        for name, values in shares.items()
-        for number, value in enumerate(values)
-    ]
+    setting.write(windows)
+    by_head = []
+    for name, weights in found.items():
+        share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
+        by_head += [
+            {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
+            for number, value in enumerate(share)
+        ]
     setting.write(by_head, "_heads")
+    common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
     if tokens >= 2 * (SINKS + LOCAL + queries):
-        far = slice(SINKS, tokens - queries - LOCAL)
-        draw_scores({one: first[one][-1][head, far] for one in three}, head, setting.beside("_scores.png"))
-        setting.write(shapes(found, three, far), "_scores")
+        far, scores = slice(SINKS, tokens - queries - LOCAL), []
+        for name, weights in found.items():
+            for one in three:
+                each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
+                told = {key: torch.stack([shape[key] for shape in each]).median(0).values for key in each[0]}
+                scores += [
+                    {"text": name, "layer": one, "head": number} | {k: float(v[number]) for k, v in told.items()}
+                    for number in range(heads)
+                ]
+        setting.write(scores, "_scores")
     else:
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
+    pair = [first[middle][0][head], first[middle][-1][head]]
+    draw_positions(pair, middle, head, setting.beside("_positions.png"))
     line = line_at(pair[1], LINE)
     by_position = [
         {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
@@ -328,12 +231,6 @@ def main(
         for p, weight in enumerate(pair[1].tolist())
     ]
     setting.write(by_position, "_positions")
-    table = [
-        {"text": name, "least": f"{v.min():.1%} (head {v.argmin()})", "most": f"{v.max():.1%} (head {v.argmax()})"}
-        | {"mean": f"{v.mean():.1%}"}
-        for name, v in shares.items()
-    ]
-    common.show(f"entries that hold {HOLDS} of a head's weight, layer {middle}", table)
 
 
 if __name__ == "__main__":

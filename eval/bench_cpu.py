@@ -30,7 +30,7 @@ import typer
 import common
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.memory import host_empty
-from hf_offload.cpu.kernels.block_topk import choose_blocks, select_blocks
+from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
 from hf_offload.cpu.kernels.draw_pairs import (
@@ -51,7 +51,7 @@ from plotting import plot
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "torch", "scoring", "selection", "linear", "pairs")
+SECTIONS = ("decode", "torch", "scoring", "linear", "pairs")
 _WARM = torch.ones(256, 256)
 # Hidden and MLP sizes, KV width, layers and vocabulary of models whose products are timed.
 WIDTHS = {
@@ -347,39 +347,12 @@ def scoring_cases(read: Case) -> list[Case]:
     return [read, *(case(kind, blocks) for kind in row_bytes for blocks in (256, 1024, 4096))]
 
 
-def selection_cases() -> list[Case]:
-    """The choice alone, against `torch.topk` alone."""
-    rng = np.random.default_rng(0)
-    cases = []
-    for blocks in (256, 1024, 4096):
-        score = rng.random((1, 8, blocks), dtype=np.float32)
-        low, chosen, counts = np.zeros(1, np.int32), np.empty((1, 8, 64), np.int32), np.empty((1, 8), np.int32)
-
-        def ours(score: Any = score, blocks: int = blocks, rest: Any = (low, chosen, counts)) -> Launch:
-            return select_blocks(score, blocks, blocks, rest[0], rest[0], 0, 64, rest[1], rest[2])
-
-        def theirs(score: Any = score) -> Callable[[], Any]:
-            tensor = torch.from_numpy(score)
-            return lambda: torch.topk(tensor, 64, sorted=False)
-
-        facts = {"context": 32 * blocks, "kernel_threads": 1}
-        cases += [Case("select_blocks", ours, 0, facts), Case("torch.topk", theirs, 0, facts)]
-    return cases
-
-
 def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iterator[list[Case]]:
     """Ours against torch's `linear`, by rows: the products of so many layers of a model and its head, one by one."""
     hidden, mlp, kv, layers, vocabulary = WIDTHS[model]
-    shapes = [
-        (hidden, hidden),
-        (kv, hidden),
-        (kv, hidden),
-        (hidden, hidden),
-        (mlp, hidden),
-        (mlp, hidden),
-        (hidden, mlp),
-    ]
-    shapes = shapes * layers + [(vocabulary, hidden)] * (vocabulary > 0)
+    attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    shapes = [*attention, (mlp, hidden), (mlp, hidden), (hidden, mlp)] * layers
+    shapes += [(vocabulary, hidden)] * (vocabulary > 0)
     weights = [torch.randn(shape).to(DTYPES[name]) for shape in shapes]
     nbytes = sum(weight.nbytes for weight in weights)
     facts = {"dtype": name, "model": model, "kernel_threads": threads}
@@ -425,8 +398,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     with plot(path, figsize=(9, 1 + len(rows) / 4)) as axes:
         axes.barh(names, [r["gb_per_s"] / r["of_limit"] for r in rows], color="lightgray", label="plain read")
         axes.barh(names, [r["gb_per_s"] for r in rows], label="kernel")
-        axes.set(xlabel="GB/s")
-        axes.invert_yaxis()
+        axes.set(xlabel="GB/s", ylim=(len(rows), -1))
         axes.legend()
 
 
@@ -438,10 +410,7 @@ def main(
     out: common.OutOption = common.RESULTS / "bench_cpu.csv",
 ) -> None:
     """Measure the CPU kernels."""
-    wanted, names = sections.replace(" ", "").split(","), dtypes.replace(" ", "").split(",")
-    for given, allowed in ((wanted, SECTIONS), (names, tuple(DTYPES))):
-        if unknown := [name for name in given if name not in allowed]:
-            raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
+    wanted, names = common.listed(sections, SECTIONS, "sections"), common.listed(dtypes, DTYPES, "dtypes")
     words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
 
     def read(parts: int = 1) -> Case:
@@ -476,8 +445,6 @@ def main(
                     measure("linear", cases, count)
     if "scoring" in wanted:
         measure("scoring", scoring_cases(read()))
-    if "selection" in wanted:
-        measure("selection", selection_cases())
     draw(records, out.with_suffix(".png"))
     for section in dict.fromkeys(r["section"] for r in records):
         mine = [r for r in records if r["section"] == section]

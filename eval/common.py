@@ -58,20 +58,20 @@ KindsOption = Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(as
 StepsOption = Annotated[int, typer.Option(min=1, help="Decode steps that count, per round.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")]
 TierOption = Annotated[str | None, typer.Option(help='"one" or "split" memory; the default follows the device.')]
+ReadOption = Annotated[
+    str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
+]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")]
 OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; what else is written goes beside it.")]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The options of a script that loads a model. `command` makes them of a parameter of this type.
-
-    Raises:
-        typer.BadParameter: an unknown dtype.
-    """
+    """The options of a script that loads a model. `command` makes them of a parameter of this type."""
 
     model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file; SmolLM2-135M by default.")] = None
     dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "bfloat16"
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")] = 0
+    threads: ThreadsOption = 0
     out: OutOption = RESULTS
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class TextSetting(Setting):
 
     def text(self, kind: str) -> str:
         """The text of a kind."""
-        return text_of(kind, self.prose)
+        return self.prose.read_text(encoding="utf-8") if kind == "prose" and self.prose else assets.demo_text(kind)
 
     def window(self, tokenizer: PreTrainedTokenizerBase, kind: str, start: int, tokens: int) -> torch.Tensor:
         """Token ids `[1, tokens]` of a kind of text from token `start` on."""
@@ -125,8 +125,7 @@ def command(main: Callable[..., None]) -> typer.Typer:
 
     A parameter that is a dataclass stands for its fields. The results' path is the script's name by default.
     """
-    groups, options = {}, []
-    hints = get_type_hints(main, include_extras=True)
+    hints, groups, options = get_type_hints(main, include_extras=True), {}, []
     for one in inspect.signature(main).parameters.values():
         kind = hints[one.name]
         if not is_dataclass(kind):
@@ -135,15 +134,12 @@ def command(main: Callable[..., None]) -> typer.Typer:
         groups[one.name] = kind
         usual, inner = kind() if one.default is one.empty else one.default, get_type_hints(kind, include_extras=True)
         for each in fields(kind):
-            value = getattr(usual, each.name)
-            if each.name == "out":
-                value = RESULTS / f"{Path(inspect.getfile(main)).stem}.csv"
+            own = RESULTS / f"{Path(inspect.getfile(main)).stem}.csv"
+            value = own if each.name == "out" else getattr(usual, each.name)
             options.append(inspect.Parameter(each.name, one.KEYWORD_ONLY, default=value, annotation=inner[each.name]))
 
     def run(**given: Any) -> None:
-        made = {
-            name: kind(**{each.name: given.pop(each.name) for each in fields(kind)}) for name, kind in groups.items()
-        }
+        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         main(**given, **made)
 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -153,17 +149,17 @@ def command(main: Callable[..., None]) -> typer.Typer:
     return app
 
 
-def kinds_of(names: str, more: Sequence[str] = ()) -> list[str]:
-    """Parse a comma-separated list of kinds of text, of which a script may have more; each once.
+def listed(text: str, allowed: Iterable[str], what: str) -> list[str]:
+    """Parse a comma-separated list of names, each once."""
+    names, allowed = list(dict.fromkeys(text.replace(" ", "").split(","))), list(allowed)
+    if unknown := [name for name in names if name not in allowed]:
+        raise typer.BadParameter(f"unknown {what} {', '.join(unknown)}: choose among {', '.join(allowed)}")
+    return names
 
-    Raises:
-        typer.BadParameter: a name that is not a kind.
-    """
-    kinds = list(dict.fromkeys(names.replace(" ", "").split(",")))
-    allowed = (*assets.KINDS, *more)
-    if unknown := [kind for kind in kinds if kind not in allowed]:
-        raise typer.BadParameter(f"unknown kinds {', '.join(unknown)}: choose among {', '.join(allowed)}")
-    return kinds
+
+def kinds_of(names: str, more: Iterable[str] = ()) -> list[str]:
+    """Parse a list of kinds of text, of which a script may have more."""
+    return listed(names, (*assets.KINDS, *more), "kinds")
 
 
 def numbers(text: str) -> list[int]:
@@ -172,21 +168,6 @@ def numbers(text: str) -> list[int]:
         return [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.replace(" ", "").split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 128,2k") from None
-
-
-def decimals(text: str) -> list[float]:
-    """Parse a comma-separated list of positive numbers ("0.25, 1" → [0.25, 1.0]).
-
-    Raises:
-        typer.BadParameter: not a list of positive numbers.
-    """
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < value < float("inf") for value in found):
-        raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 0.25,1")
-    return found
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -243,10 +224,8 @@ class Row:
     @cached_property
     def files(self) -> dict[str, str]:
         """Checksums of the files that its knobs name: the row's name does not tell what is in them."""
-        named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str | Path)}
-        return {
-            knob: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for knob, path in named.items() if path.is_file()
-        }
+        named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str | Path) and Path(x).is_file()}
+        return {knob: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for knob, path in named.items()}
 
 
 FULL = Row("dynamic", "dynamic")
@@ -260,9 +239,6 @@ def row_of(text: str, tier: str | None = None, predictor: Path | None = None, st
         tier: of caches whose knobs say nothing of it.
         predictor: a file for `fluxion`, if its knobs name none.
         stock: of `STOCK`, what is a row here.
-
-    Raises:
-        typer.BadParameter: it is written otherwise, or a policy, knob or value is unknown.
     """
     if text in stock:
         return Row(text, text)
@@ -300,27 +276,18 @@ def _check(policy: str, knobs: dict[str, Any]) -> None:
     make_policy(policy, knobs)
 
 
-def rows_of(
-    texts: Sequence[str],
-    tier: str | None = None,
-    predictor: Path | None = None,
-    stock: Sequence[str] = (),
-    known: Mapping[str, Row | Sequence[str]] | None = None,
-) -> list[Row]:
+def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = None, **knobs: Any) -> list[Row]:
     """The rows of a `RowsOption`, in its order.
 
     Args:
-        tier, predictor, stock: as for `row_of`.
+        args, knobs: as for `row_of`.
         known: the script's own rows by name, or names of several.
-
-    Raises:
-        typer.BadParameter: one that is wrong, or twice there.
     """
 
     def find(text: str) -> list[Row]:
         own = (known or {}).get(text)
         if own is None:
-            return [row_of(text, tier, predictor, stock)]
+            return [row_of(text, *args, **knobs)]
         return [own] if isinstance(own, Row) else [row for one in own for row in find(one)]
 
     rows = [row for each in texts for part in _BETWEEN_ROWS.split(each) for row in find(part.strip())]
@@ -330,11 +297,7 @@ def rows_of(
 
 
 def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
-    """Make a cache of each row once: what cannot be run is told before hours of work on the others.
-
-    Raises:
-        typer.BadParameter: a row that the model or the policy refuses.
-    """
+    """Make a cache of each row once: what cannot be run is told before hours of work on the others."""
     for row in rows:
         try:
             row.make_cache(model)
@@ -354,17 +317,8 @@ def load(
     return assets.load_demo_model(name, dtype=DTYPES[dtype], device=device)
 
 
-def text_of(kind: str, prose: Path | None = None) -> str:
-    """Return `hf_offload.demo_text(kind)`, with a file in place of the prose if one is given."""
-    return prose.read_text(encoding="utf-8") if kind == "prose" and prose is not None else assets.demo_text(kind)
-
-
 def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: int) -> torch.Tensor:
-    """Return token ids `[1, tokens]` of a text from token `start` on.
-
-    Raises:
-        typer.BadParameter: the text ends before the window does.
-    """
+    """Return token ids `[1, tokens]` of a text from token `start` on."""
     # Seven characters a token is more than any ordinary text needs; it spares tokenizing a whole book.
     ids = tokenizer(text[: 7 * (start + tokens)], add_special_tokens=False)["input_ids"][start : start + tokens]
     if len(ids) < tokens:
@@ -414,18 +368,16 @@ def in_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
             yield number, item
 
 
-def token_bytes(model: PreTrainedModel, layers: int) -> int:
-    """Bytes of one token's keys and values in so many layers, by the model's config and dtype."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * layers * heads * size * model.dtype.itemsize)
-
-
 def percentiles(values: Iterable[float], which: Sequence[int] = (20, 50, 80)) -> dict[str, float]:
     """Percentiles by name: p20, p50 and p80."""
     found = np.percentile(list(values), which)
     return {f"p{percent}": float(value) for percent, value in zip(which, found, strict=True)}
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is there."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 # --- Results ---------------------------------------------------------------------------------------------------------
@@ -438,9 +390,10 @@ def environment() -> dict[str, str]:
     """What a result depends on: commit, machine, threads, versions, and the command that makes it again."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        )
+        try:
+            done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        except FileNotFoundError:  # it is not installed
+            return ""
         return done.stdout.strip()
 
     def installed(package: str) -> str:
@@ -453,6 +406,8 @@ def environment() -> dict[str, str]:
     # The results themselves are rewritten by the very runs that record the commit.
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
     script = Path(sys.argv[0])
+    # Of a file's path only the name: where it lay is of no use to anyone else. Names of models stay.
+    arguments = [_FOLDERS.sub("", argument) for argument in sys.argv[1:]]
     return {
         "commit": f"{commit}+changes" if changed else commit,
         "cpu": _cpu_model(),
@@ -462,10 +417,7 @@ def environment() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "transformers", "numba", "triton")},
-        # Of a file's path only the name: where it lay is of no use to anyone else. Names of models stay.
-        "command": shlex.join(
-            ["python", f"{script.parent.name}/{script.name}", *(_FOLDERS.sub("", a) for a in sys.argv[1:])]
-        ),
+        "command": shlex.join(["python", f"{script.parent.name}/{script.name}", *arguments]),
     }
 
 
@@ -510,8 +462,8 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Print rows as a table of these columns (all of the first row's); floats get four significant digits."""
-    columns = list(rows[0]) if columns is None else columns
+    """Print rows as a table of these columns (all by default); floats get four significant digits."""
+    columns = list(dict.fromkeys(key for row in rows for key in row)) if columns is None else columns
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
@@ -541,9 +493,6 @@ class Records:
         keys: the fields that name a record.
         settings: what the records depend on, for `json`; a run with others does not go on from them.
         process: number of this process.
-
-    Raises:
-        typer.BadParameter: a file holds records of other settings, or a line that is no JSON.
     """
 
     def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any], process: int = 0) -> None:
@@ -598,9 +547,9 @@ class Records:
             except json.JSONDecodeError as error:
                 raise typer.BadParameter(f"{part}, line {number}, is no JSON ({error}): remove that line") from None
         if len(whole) > 1 and whole[0] != {"settings": self.settings}:
+            held = json.dumps(whole[0].get("settings"))
             raise typer.BadParameter(
-                f"{part} holds results of other settings, {json.dumps(whole[0].get('settings'))}: remove it, or give "
-                "another --out"
+                f"{part} holds results of other settings, {held}: remove it, or give another --out"
             )
         return whole[1:]
 

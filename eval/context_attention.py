@@ -49,7 +49,7 @@ from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedMode
 import common
 import hf_offload
 from hf_offload.tools.measuring import divergence
-from inside import Watch, digest_bytes, stored_tokens
+from inside import Watch, digest_bytes, stored_tokens, token_bytes
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -78,16 +78,14 @@ class BareCache(DynamicCache):
         return self.length + query_length, 0
 
 
-def attend_to_nothing(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Zeros in place of attention."""
-    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
-
-
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
-    AttentionInterface.register(BARE.name, attend_to_nothing)
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
+
+    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.zeros_like(query.transpose(1, 2)), None
+
+    AttentionInterface.register(BARE.name, attend)
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     twin.set_attn_implementation(BARE.name)
     return twin
 
@@ -157,10 +155,8 @@ class Context:
     def decode(
         self, row: common.Row, cache: Cache, first: int, steps: int
     ) -> tuple[dict[str, list[float]], torch.Tensor]:
-        """`feed` so many tokens one by one: times of the steps after the warm-up, log-probabilities `[N, B, V]`.
-
-        Returns:
-            Milliseconds of all `TIMES`.
+        """`feed` so many tokens one by one: milliseconds of all `TIMES` of the steps after the warm-up,
+        log-probabilities `[N, B, V]`.
         """
         row.activate(self.model)
         times: dict[str, list[float]] = {name: [] for name in TIMES}
@@ -171,15 +167,14 @@ class Context:
                 with common.clock() as seconds:
                     logits.append(self.feed(cache, at, at + 1))
                 for name, values in times.items():
-                    values.append(1000 * (seconds[0] if name == "step" else watch.seconds[name]))
-        return {name: values[WARM_UP:] for name, values in times.items()}, torch.stack(logits).float().log_softmax(
-            -1
-        ).cpu()
+                    values.append(1000 * (watch.seconds | {"step": seconds[0]})[name])
+        kept = {name: values[WARM_UP:] for name, values in times.items()}
+        return kept, torch.stack(logits).float().log_softmax(-1).cpu()
 
 
 def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[float, float | None]:
     """Bytes that a step reads for a row, all layers, and those of them that are chosen."""
-    tokens, each = cache.get_seq_length(), common.token_bytes(model, len(cache.layers))
+    tokens, each = cache.get_seq_length(), token_bytes(model, len(cache.layers))
     if row is common.FULL:
         return float(tokens * each), None
     stats = cache.stats().as_dict()
@@ -196,12 +191,6 @@ def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[f
         return newest * each + chosen, chosen
     attended = min(tokens, row.options.get("budget", tokens))
     return stored_tokens(cache, attended) * each + digest_bytes(cache), None
-
-
-def compare(mine: torch.Tensor, full: torch.Tensor) -> tuple[float, float]:
-    """Mean KL(full‖mine) and how often the most likely token is the same, of log-probabilities `[N, …, V]`."""
-    kl, top1 = divergence(mine, full)
-    return float(kl.mean()), top1
 
 
 def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -240,8 +229,8 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
         read, chosen = read_bytes(model, row, cache)
         line |= {"read_MiB": read / 2**20, "read_ratio": read / everything}
         line |= {"chosen_MiB": None if chosen is None else chosen / 2**20, "kept": stats.get("kept_share")}
-        apart = (compare(mine, full) for mine, full in zip(seen[row.name], seen[common.FULL.name], strict=True))
-        line |= dict(zip(("kl", "top1"), np.mean(list(apart), axis=0).tolist(), strict=True))
+        kl, top1 = divergence(torch.cat(seen[row.name]), torch.cat(seen[common.FULL.name]))
+        line |= {"kl": float(kl.mean()), "top1": top1}
         lines.append(line | {f"{name}_{p}": found[name][p] for name in ("attention", "step") for p in ("p20", "p80")})
     return lines
 
@@ -251,9 +240,7 @@ def main(
     rows: common.RowsOption = ["full,hgca-0.1,scout-512,scout-1024,scout-2048"],  # noqa: B006
     steps: common.StepsOption = 32,
     rounds: common.RoundsOption = 4,
-    read: Annotated[
-        str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
-    ] = None,
+    read: common.ReadOption = None,
     kind: common.KindOption = "code",
     tier: common.TierOption = None,
     predictor: Annotated[

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 import common
 from hf_offload.cache.stats import KEEP_STEPS
-from plotting import lines, plot
 
 START = 5_000  # token of the text where the window begins
 ROWS = {
@@ -70,10 +69,6 @@ def main(
         overall.append({"row": name, **stats})
         setting.write(by_step)
         setting.write(by_layer, "_layers")
-    with plot(setting.beside(".png")) as axes:
-        lines(axes, by_step, "step", "cpu_ratio", marker="", linewidth=1)
-        axes.set(xlabel="decode step", ylabel=f"computed on the CPU, share of {budget} tokens", ylim=(0, None))
-        axes.legend(fontsize="small")
     common.show("predicted query, by layer", [line for line in by_layer if line["row"] == name], columns[:4])
     means = ("row", "cpu_ratio", "query_cosine", "selection_overlap", "recall_interval", "recall_bytes")
     common.show("mean over layers and steps", overall, means)

@@ -8,7 +8,7 @@ Each row's cache is filled once per context. Transformers' own caches are filled
 content their speed does not depend; a sparse cache reads a real text, in chunks, so that its choice of blocks is a real
 one (beyond the model's trained context the text has lost its order, not its size). Then the rows take turns for some
 rounds over the tokens that follow: two steps of warm-up, then the steps that count. With many rounds it is a long
-generation: `p99_p50` says how steady a row is (HGCA, Figure 15), and the plot shows each round's median.
+generation: `p99_p50` says how steady a row is (HGCA, Figure 15).
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from __future__ import annotations
 import gc
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from transformers import Cache, PreTrainedModel
 
 import common
 import hf_offload
-from plotting import lines, plot
 
 WARM_UP = 2
 ROW_OFFSET = 997  # tokens from where one row of a batch begins in the text to where the next does
@@ -58,14 +56,14 @@ def main(
     lengths, (text,) = sorted(common.numbers(contexts)), common.kinds_of(kind)
     # This predictor needs no training; what a network takes is in eval/context_attention.py.
     knobs = {"predictor": hf_offload.ConstantPredictor(budget0=0.05)} | ({} if tier is None else {"tier": tier})
-    chosen = common.rows_of(rows, tier, stock=common.STOCK, known={"fluxion": common.Row("fluxion", "fluxion", knobs)})
+    known = {"fluxion": common.Row("fluxion", "fluxion", knobs)}
+    chosen = common.rows_of(rows, tier, stock=common.STOCK, known=known)
     model, tokenizer = setting.load()
     turn = WARM_UP + steps
     starts = [ROW_OFFSET * row for row in range(batch)]
     ids = torch.cat([setting.window(tokenizer, text, start, max(lengths) + rounds * turn) for start in starts])
     ids = ids.to(model.device)
     records: list[dict[str, Any]] = []
-    series: list[dict[str, Any]] = []
     bare: float | None = None  # a step without context to speak of, which no cache can beat
     with torch.inference_mode():
         for length in lengths:
@@ -74,11 +72,9 @@ def main(
             for number, row in common.in_turns(chosen, rounds):
                 row.activate(model)
                 place = length + number * turn
-                found = common.decode(model, caches[row.name], ids[:, place : place + turn])[0][WARM_UP:]
-                times[row.name] += found
-                series.append({"row": row.name, "context": place + turn, "p50": float(np.median(found))})
+                times[row.name] += common.decode(model, caches[row.name], ids[:, place : place + turn])[0][WARM_UP:]
             base = common.percentiles(times["dynamic"])["p50"] if "dynamic" in times else None
-            bare = base if length == min(lengths) else bare
+            bare = base if length == lengths[0] else bare
             for row in chosen:
                 p = common.percentiles(times[row.name], (20, 50, 80, 99))
                 records.append(
@@ -89,14 +85,6 @@ def main(
             del caches
             gc.collect()
             setting.write(records)
-    with plot(setting.beside(".png")) as axes:
-        if len(lengths) > 1:
-            lines(axes, records, "context", "p50", band=("p20", "p80"))
-            axes.set(xscale="log", yscale="log")
-        else:
-            lines(axes, series, "context", "p50", marker=".")
-        axes.set(xlabel="context, tokens", ylabel="ms per token")
-        axes.legend()
     title = "ms per token; speedup against DynamicCache; ms beyond DynamicCache at the shortest context"
     common.show(title, records, ("context", "row", "p20", "p50", "p80", "p99", "p99_p50", "speedup", "beyond_bare"))
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
-import threading
-from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import typer
@@ -30,56 +30,40 @@ from walk import configs, page
 PAGE, RESULTS = Path(__file__).parent.parent / "docs" / "models.md", common.RESULTS / "families.csv"
 
 
+def compare(model_type: str) -> dict[str, Any]:
+    """An `Outcome` as a dict; runs in a process of its own, since what it imports takes memory."""
+    from walk.compare import compare
+
+    return compare(model_type)
+
+
 class Helper:
-    """A process that compares one type after the other; one that crashes or hangs is replaced.
+    """A process that compares one type after the other; one that crashes or hangs is replaced."""
 
-    Args:
-        limit: seconds that a type may take.
-    """
+    def __init__(self) -> None:
+        self.start()
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._process: multiprocessing.process.BaseProcess | None = None
+    def start(self) -> None:
+        """Begin the process, when it is first asked."""
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
-    def compare(self, model_type: str) -> dict[str, Any]:
-        """An `Outcome` as a dict; of a process that gives none, type, status and message alone."""
-        if self._process is None:
-            self._start()
-        self._pipe.send(model_type)
+    def ask(self, model_type: str, limit: float) -> dict[str, Any]:
+        """What `compare` gives; of a process that gives nothing in so many seconds, type, status and message alone."""
         try:
-            if self._pipe.poll(self.limit):
-                return self._pipe.recv()
-            told = f"no end after {self.limit:.0f} s"
-        except (EOFError, ConnectionError):
-            self._process.join()
-            told = f"the process ended with code {self._process.exitcode}"
+            return self.pool.submit(compare, model_type).result(limit)
+        except TimeoutError:
+            told = f"no end after {limit:.0f} s"
+        except BrokenProcessPool:
+            told = "the process ended"
         self.stop()
+        self.start()
         return {"model_type": model_type, "status": "error", "message": told}
 
     def stop(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-
-def serve(pipe: Connection) -> None:
-    """Compare the types that arrive, until nobody asks any more."""
-    from walk.compare import compare
-
-    while True:
-        try:
-            pipe.send(compare(pipe.recv()))
-        except EOFError:
-            return
+        for process in list((self.pool._processes or {}).values()):
+            process.kill()
+        self.pool.shutdown()
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -94,30 +78,25 @@ def walk(
     types: list[str], rows: dict[str, dict[str, Any]], here: dict[str, str], out: Path, jobs: int, limit: float
 ) -> None:
     """Compare the types, some at a time, and keep `rows` and the CSV up to date."""
-    left, helpers = deque(types), [Helper(limit) for _ in range(jobs)]
-    lock = threading.Lock()
+    free: SimpleQueue[Helper] = SimpleQueue()
+    for _ in range(jobs):
+        free.put(Helper())
 
-    def work(helper: Helper) -> None:
-        while True:
-            with lock:
-                if not left:
-                    return
-                name = left.popleft()
-            row = helper.compare(name)
-            with lock:
-                rows[name] = {**row, **here}
-                common.write_csv(out, [rows[key] for key in sorted(rows)])
-                progress.set_description(f"{name}: {row['status']}")
-                progress.update()
+    def work(name: str) -> dict[str, Any]:
+        helper = free.get()
+        row = helper.ask(name, limit)
+        free.put(helper)
+        return row
 
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(types)) as progress:
-        try:
-            for done in [pool.submit(work, helper) for helper in helpers]:
-                done.result()
-        finally:
-            left.clear()
-            for helper in helpers:
-                helper.stop()
+    with ThreadPoolExecutor(jobs) as threads, tqdm(total=len(types)) as progress:
+        for done in as_completed([threads.submit(work, name) for name in types]):
+            row = done.result()
+            rows[row["model_type"]] = {**row, **here}
+            common.write_csv(out, [rows[key] for key in sorted(rows)])
+            progress.set_description(f"{row['model_type']}: {row['status']}")
+            progress.update()
+    while not free.empty():
+        free.get().stop()
 
 
 def main(

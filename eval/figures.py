@@ -5,161 +5,176 @@
     python eval/figures.py docs/results.md
 
 A number stands between two comments, `<!--fig:NAME-->16×<!--/fig-->`; a table between the same two on lines of their
-own. NAME is a key of `FIGURES`, at the end of this file: to add one, put a function there that returns the text, and
-the empty comments into the page, and run this script. `--check` changes nothing, names what differs and exits with 1;
-a test runs it.
+own. NAME is a key of `FIGURES`, at the end of this file: to add one, put there what returns the text, and the empty
+comments into the page, and run this script. `--check` changes nothing, names what differs and exits with 1; a test runs
+it.
 """
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 import re
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from os.path import commonprefix
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import typer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 MARK = re.compile(r"(<!--fig:([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 
-Line = Mapping[str, str]
-Cell = Callable[[Line], str]
+Cells = Mapping[str, str]
+"""Titles of columns, and the template of what stands under each: `{"ms a token": "{p50:3}"}`."""
 
-# --- Rows of CSVs ----------------------------------------------------------------------------------------------------
+# Rows of CSVs, numbers and tables
 
 
 @cache
-def _file(name: str) -> tuple[dict[str, str], ...]:
-    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as file:
-        return tuple(csv.DictReader(file))
+def _read(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"commit": str}, keep_default_na=False, na_values=[""])
 
 
-def rows(name: str, **columns: object) -> list[dict[str, str]]:
-    """The rows of `NAME.csv` whose columns have these values, in the file's order.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [one for one in _file(name) if all(one[column] == str(value) for column, value in columns.items())]
-    if not found:
+def rows(name: str, **columns: Any) -> pd.DataFrame:
+    """The rows of `NAME.csv` whose columns have these values, in the file's order."""
+    found = _read(RESULTS / f"{name}.csv")
+    for column, value in columns.items():
+        found = found[found[column] == value]
+    if found.empty:
         raise ValueError(f"{name}.csv has no row with {columns}")
-    return found
+    return found.copy()
 
 
-def row(name: str, **columns: object) -> dict[str, str]:
-    """The one row of `NAME.csv` whose columns have these values.
-
-    Raises:
-        ValueError: there is none, or more than one.
-    """
+def row(name: str, **columns: Any) -> pd.Series:
+    """The one row of `NAME.csv` whose columns have these values."""
     found = rows(name, **columns)
     if len(found) != 1:
         raise ValueError(f"{name}.csv has {len(found)} rows with {columns}; name more columns")
-    return found[0]
+    return found.iloc[0]
 
 
-def names(found: Iterable[Line]) -> list[str]:
-    """The names of rows, each once."""
-    return list(dict.fromkeys(one["row"] for one in found))
+def picked(name: str, **columns: Any) -> Iterator[pd.Series]:
+    """`row` of each value of a column whose value is a list; a dict gives each a further column, `name`."""
+    column = next((each for each, value in columns.items() if isinstance(value, list | dict)), None)
+    if column is None:
+        yield row(name, **columns)
+        return
+    for value in columns[column]:
+        found = row(name, **columns | {column: value})
+        yield (
+            found
+            if isinstance(columns[column], list)
+            else pd.concat([found, pd.Series({"name": columns[column][value]})])
+        )
 
 
-def mean(found: Iterable[Line], column: str) -> float:
-    """Mean of a column; rows without a number are left out."""
-    return statistics.fmean(float(one[column]) for one in found if one[column])
+class Number(float):
+    """A number as pages write it.
+
+    `{:3}` has three significant digits and no exponent, `{}` two; `{:.1%}` is a share, `94.2 %`; `{:+.1f}` a difference
+    with its sign, `−2.5`. None and NaN are `–`.
+    """
+
+    def __format__(self, spec: str) -> str:
+        if math.isnan(self):
+            return "–"
+        if spec and not spec.isdigit():
+            return super().__format__(spec).replace("%", " %").replace("-", "−")
+        digits = int(spec or 2)
+        rounded = float(super().__format__(f".{digits}g"))
+        if abs(rounded) >= 1:
+            return f"{rounded:,.{max(0, digits - len(str(int(abs(rounded)))))}f}"
+        return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
 
 
-# --- Numbers and tables ----------------------------------------------------------------------------------------------
+def tell(template: str, *values: Any, **named: Any) -> str:
+    """A template with its numbers; those of a row by the names of its columns (`*values`: numbers, or one row)."""
+    if len(values) == 1 and isinstance(values[0], pd.Series):
+        values, named = (), dict(values[0])
+
+    def written(value: Any) -> Any:
+        return value if isinstance(value, str) else Number("nan" if value is None else value)
+
+    return template.format(*map(written, values), **{name: written(value) for name, value in named.items()})
 
 
-def number(value: float | str, digits: int = 2) -> str:
-    """A number with so many significant digits, and no exponent."""
-    rounded = float(f"{float(value):.{digits}g}")
-    if abs(rounded) >= 1:
-        return f"{rounded:,.{max(0, digits - len(str(int(abs(rounded)))))}f}"
-    return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
+def told(file: str, template: str, sep: str = " and ", **columns: Any) -> Callable[[], str]:
+    """A figure of one row, or of some rows that are `picked`."""
+    return lambda: sep.join(tell(template, one) for one in picked(file, **columns))
 
 
-def times(ratio: float) -> str:
-    """A ratio, `16×`; two significant digits."""
-    return f"{number(ratio, 2)}×"
+def together(file: str, column: str, template: str, **columns: Any) -> Callable[[], str]:
+    """A figure of the numbers that some `picked` rows have in a column."""
+    return lambda: tell(template, *(one[column] for one in picked(file, **columns)))
 
 
-def percent(share: float | str, digits: int = 0) -> str:
-    """A share, `94 %`."""
-    return f"{float(share):.{digits}%}".replace("%", " %")
-
-
-def signed(value: float | str, places: int = 1) -> str:
-    """A difference with its sign, `−2.5`."""
-    return f"{float(value):+.{places}f}".replace("-", "−")
-
-
-def with_error(one: Line) -> str:
-    """The difference in perplexity with its standard error."""
-    return f"{signed(100 * float(one['nll_more']), 2)} ± {100 * float(one['nll_more_se']):.2f} %"
-
-
-def more_than_full(one: Line) -> str:
-    """The difference to full attention with its 95 % interval."""
-    return f"{signed(one['more'])} ({signed(one['low'])} to {signed(one['high'])})"
-
-
-def between(values: Sequence[float], text: Callable[[float], str]) -> str:
+def between(values: Iterable[float], template: str) -> str:
     """The least and the largest of some values."""
-    return f"{text(min(values))} to {text(max(values))}"
+    found = sorted(values)
+    return f"{tell(template, found[0])} to {tell(template, found[-1])}"
 
 
-def cell(column: str, digits: int = 2) -> Cell:
-    """A column's number."""
-    return lambda one: number(one[column], digits)
-
-
-def fixed(column: str, places: int) -> Cell:
-    """A column's number with so many places."""
-    return lambda one: f"{float(one[column]):.{places}f}"
-
-
-def share(column: str, digits: int = 0) -> Cell:
-    """A column's share."""
-    return lambda one: percent(one[column], digits)
-
-
-def table(titles: Sequence[str], lines: Iterable[Sequence[str]], words: int = 1) -> str:
+def lines(titles: Sequence[str], cells: Iterable[Sequence[str]], words: int = 1) -> str:
     """A Markdown table whose first columns hold words; the numbers in the others stand on the right."""
     ruler = ["---" if column < words else "---:" for column in range(len(titles))]
-    first, *others = (f"| {' | '.join(cells)} |" for cells in (titles, *lines))
+    first, *others = (f"| {' | '.join(line)} |" for line in (titles, *cells))
     return "\n".join([first, f"|{'|'.join(ruler)}|", *others])
 
 
-def listing(found: Iterable[Line], columns: Mapping[str, Cell | str], words: int = 1) -> str:
-    """A table of rows; each title has the column that stands under it, or what makes a cell of a row."""
-    makers = [(lambda one, name=make: one[name]) if isinstance(make, str) else make for make in columns.values()]
-    return table(list(columns), [[make(one) for make in makers] for one in found], words)
+def table(frame: pd.DataFrame, cells: Cells, words: int = 1) -> str:
+    """A table with a line for each row."""
+    found = ([tell(template, one) for template in cells.values()] for _, one in frame.iterrows())
+    return lines(list(cells), found, words)
 
 
-# --- Beside the alternatives -----------------------------------------------------------------------------------------
+def listing(name: str, cells: Cells, words: int = 1, **columns: Any) -> Callable[[], str]:
+    """A table of some rows of a CSV."""
+    return lambda: table(rows(name, **columns), cells, words)
+
+
+def pivot(
+    frame: pd.DataFrame,
+    down: str,
+    across: str,
+    cells: Cells,
+    *,
+    labels: Mapping[Any, str] | None = None,
+    names: Mapping[Any, str] | None = None,
+    first: str = "",
+    last: Cells | None = None,
+) -> str:
+    """A table with a line for each value of a column, and some cells for each value of another one.
+
+    Args:
+        frame: one row for each pair of values.
+        down, across: the two columns.
+        cells: their titles have `{}` in place of the name of the value across.
+        labels, names: what to call the values down and across; None: all of them, as they are.
+        first: title of the first column.
+        last: cells that each line has once, of its first value across.
+    """
+    labels = labels or {value: str(value) for value in frame[down].unique()}
+    names, last = names or {value: str(value) for value in frame[across].unique()}, last or {}
+    found = []
+    for value, label in labels.items():
+        mine = frame[frame[down] == value].set_index(across).loc[list(names)]
+        if len(mine) != len(names):
+            raise ValueError(f"{down}={value} has more than one row for a {across}")
+        each = [tell(template, one) for _, one in mine.iterrows() for template in cells.values()]
+        found.append([label, *each, *(tell(template, mine.iloc[0]) for template in last.values())])
+    return lines([first, *(title.format(name) for name in names.values() for title in cells), *last], found)
+
+
+# Beside the alternatives
 
 OURS, STOCK, DYNAMIC = "hf_offload", "hf_offload with stock layers", "DynamicCache"
 STATIC, LLAMA = "StaticCache", "llama.cpp"
 ANSWER = 300
 """Tokens of an answer: for the time of a prompt and an answer, computed from both, not timed together."""
-MEASURES: dict[str, Callable[[Line], float]] = {
-    "decoding": lambda one: float(one["p50"]),
-    "prefill": lambda one: float(one["prefill_s"]),
-    "both": lambda one: float(one["prefill_s"]) + ANSWER * float(one["p50"]) / 1000,
-}
-
-
-def peer_ratio(way: str, context: int, measure: str) -> float:
-    """How many times as long a way takes as hf_offload."""
-    theirs, ours = (MEASURES[measure](row("peers", way=name, context=context)) for name in (way, OURS))
-    return theirs / ours
 
 
 def processor(cpu: str) -> str:
@@ -169,95 +184,76 @@ def processor(cpu: str) -> str:
 
 
 def peers_caption() -> str:
-    ratios = {way: times(peer_ratio(way, 32768, "decoding")) for way in (DYNAMIC, STATIC, LLAMA)}
-    contexts = sorted({int(one["context"]) for one in rows("peers")})
-    faster = [context for context in contexts if peer_ratio(LLAMA, context, "decoding") < 1]
+    ms = rows("peers").pivot(index="context", columns="way", values="p50")
+    faster = ms[ms[LLAMA] < ms[OURS]]
     shorter = (
-        f" Up to {faster[-1] // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than that of "
-        "Transformers."
-        if faster
+        f" Up to {faster.index[-1] // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than "
+        "that of Transformers."
+        if len(faster)
         else ""
     )
-    first = rows("peers")[0]
-    name, _, zen = processor(first["cpu"]).partition(" (")
-    machine = f"{first['threads']} threads of an {name} processor{zen and f' ({zen}'}"
+    first = rows("peers").iloc[0]
+    name, _, zen = processor(first.cpu).partition(" (")
+    machine = f"{first.threads} threads of an {name} processor{zen and f' ({zen}'}"
+    dynamic, static, llama = (tell("{}×", ms[way][32768] / ms[OURS][32768]) for way in (DYNAMIC, STATIC, LLAMA))
     return (
         f"*SmolLM2-135M in bfloat16 on {machine}: same weights, prompt and threads, in turns (`eval/peers.py`). "
-        f"At 32k tokens, `scout` with `fast_linear` decodes {ratios[DYNAMIC]} as fast as `DynamicCache`, "
-        f"{ratios[STATIC]} as fast as `StaticCache` and {ratios[LLAMA]} as fast as llama.cpp.{shorter}*"
+        f"At 32k tokens, `scout` with `fast_linear` decodes {dynamic} as fast as `DynamicCache`, "
+        f"{static} as fast as `StaticCache` and {llama} as fast as llama.cpp.{shorter}*"
     )
 
 
 def peers_summary() -> str:
-    columns = {"ms a token": "decoding", "prompt, s": "prefill", f"prompt + {ANSWER} × a token, s": "both"}
-    contexts = {"8k": 8192, "32k": 32768}
-    lines = []
-    for way in (OURS, STOCK, DYNAMIC, STATIC, LLAMA):
-        found = [row("peers", way=way, context=context) for context in contexts.values()]
-        cells = [number(MEASURES[measure](one), 3) for one in found for measure in columns.values()]
-        lines.append([way if way in (STOCK, LLAMA) else f"`{way}`", *cells])
-    return table(["", *(f"{context}: {title}" for context in contexts for title in columns)], lines)
+    frame = rows("peers").assign(both=lambda each: each.prefill_s + ANSWER * each.p50 / 1000)
+    cells = {"{}: ms a token": "{p50:3}", "{}: prompt, s": "{prefill_s:3}"}
+    cells[f"{{}}: prompt + {ANSWER} × a token, s"] = "{both:3}"
+    labels = {way: way if way in (STOCK, LLAMA) else f"`{way}`" for way in (OURS, STOCK, DYNAMIC, STATIC, LLAMA)}
+    return pivot(frame, "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
 
 
 def peers_table() -> str:
-    columns = {"prompt, s": "prefill_s", "ms a token": "p50", "peak, MiB": "peak_mib"}
-    return listing(
-        rows("peers"),
-        {"way": "way", "context": lambda one: f"{int(one['context']):,}"}
-        | {title: cell(column, 3) for title, column in columns.items()}
-        | {"KL": lambda one: number(one["kl"]) if one["way"] != DYNAMIC else "–"},
-    )
+    frame = rows("peers").assign(kl=lambda each: each.kl.where(each.way != DYNAMIC))
+    cells = {"prompt, s": "{prefill_s:3}", "ms a token": "{p50:3}", "peak, MiB": "{peak_mib:3}", "KL": "{kl}"}
+    return table(frame, {"way": "{way}", "context": "{context:,.0f}"} | cells)
 
 
 def linear_speed() -> str:
     """Products of one row: GB/s of weights, and the share of what a plain read reaches."""
-    lines = []
-    for one in rows("bench_cpu_linear", case="linear", batch=1):
-        theirs = row("bench_cpu_linear", **{"case": "torch: linear"} | {k: one[k] for k in ("model", "dtype", "batch")})
-        ratio = times(float(one["gb_per_s"]) / float(theirs["gb_per_s"]))
-        both = (f"{number(each['gb_per_s'])} ({percent(each['of_limit'])})" for each in (theirs, one))
-        lines.append([one["model"], one["dtype"], *both, ratio])
-    return table(["weights of", "dtype", "torch, GB/s", "`fast_linear`, GB/s", "ratio"], lines, words=2)
+    ours, theirs = (rows("bench_cpu_linear", case=case, batch=1) for case in ("linear", "torch: linear"))
+    frame = ours.merge(theirs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1")
+    cells = {
+        "weights of": "{model}", "dtype": "{dtype}", "torch, GB/s": "{gb_per_s_torch} ({of_limit_torch:.0%})",
+        "`fast_linear`, GB/s": "{gb_per_s} ({of_limit:.0%})", "ratio": "{ratio}×",
+    }  # fmt: skip
+    return table(frame.assign(ratio=frame.gb_per_s / frame.gb_per_s_torch), cells, words=2)
 
 
-def gguf_dtypes() -> str:
-    columns = {"loaded": "way", "layers": "layers", "prompt, s": cell("prompt_s", 3), "ms a token": cell("p50", 3)}
-    return listing(rows("gguf_dtypes"), columns, words=2)
-
-
-BATCH_ROWS = {"`DynamicCache`": "dynamic", "`budget=1024`": "scout:budget=1024", "`samples=512`": "scout:samples=512"}
-
-
-def batch_ms(context: int, batch: int, threads: int = 2) -> list[float]:
-    """Milliseconds a step of so many rows at once, of `BATCH_ROWS`."""
-    place = {"context": "+".join([str(context)] * batch), "threads": threads}
-    return [float(row("context_attention_samples", row=name, **place)["step"]) for name in BATCH_ROWS.values()]
+def batches(threads: int = 2) -> pd.DataFrame:
+    """Milliseconds a step of several rows at once: by length of a row and their number; dynamic, budget, samples."""
+    ways = {"dynamic": "dynamic", "scout:budget=1024": "budget", "scout:samples=512": "samples"}
+    frame = rows("context_attention_samples", threads=threads)
+    contexts = frame.context.astype(str)
+    frame = frame.assign(length=contexts.str.partition("+")[0].astype(int), batch=contexts.str.count(r"\+") + 1)
+    return frame.pivot(index=["length", "batch"], columns="row", values="step").rename(columns=ways)
 
 
 def batch_table() -> str:
-    found = {(context, batch): batch_ms(context, batch) for context in (8192, 32768) for batch in (1, 4)}
-    lines = [[f"{c:,}", str(b), *(number(one, 3) for one in ms)] for (c, b), ms in found.items()]
-    return table(["context", "rows", *BATCH_ROWS], lines)
+    cells = {"context": "{length:,.0f}", "rows": "{batch:.0f}", "`DynamicCache`": "{dynamic:3}"}
+    return table(batches().reset_index(), cells | {"`budget=1024`": "{budget:3}", "`samples=512`": "{samples:3}"})
 
 
-def samples_time(context: int) -> str:
+def samples_time(length: int) -> str:
     """The time of a step with samples to that with a budget, over threads and batches."""
-    found = [batch_ms(context, batch, threads) for batch in (1, 4) for threads in (1, 2)]
-    ratios = [samples / budget for _, budget, samples in found]
-    return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+    found = pd.concat([batches(threads).loc[length] for threads in (1, 2)])
+    return between(found.samples / found.budget, "{:.2f}") + " times"
 
 
-def samples_repeated() -> str:
-    """KL at 32k, of a text that is repeated."""
-    found = {"budget=1024": "scout-1024", "samples=512": "scout:samples=512", "samples=256": "scout:samples=256"}
-    kl = {knob: number(row("context_attention_32k", row=name)["kl"]) for knob, name in found.items()}
-    return ", ".join(f"{one} with `{knob}`" for knob, one in kl.items())
-
-
-# --- What policies find and lose -------------------------------------------------------------------------------------
+# What policies find and lose
 
 DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
 """Rows that results name by the policy alone, with the knobs that they ran with."""
+MORE = "{more:+.1f} ({low:+.1f} to {high:+.1f})"
+"""The difference to full attention with its 95 % interval."""
 
 
 def setting(name: str) -> tuple[str, str]:
@@ -268,144 +264,105 @@ def setting(name: str) -> tuple[str, str]:
     return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
 
 
-def by_setting(name: str, **columns: object) -> dict[tuple[str, str], dict[str, str]]:
-    """The rows of `NAME.csv` whose columns have these values, by policy and knobs."""
-    return {setting(one["row"]): one for one in rows(name, **columns)}
+def by_setting(name: str, **columns: Any) -> pd.DataFrame:
+    """The rows of `NAME.csv` whose columns have these values, by policy and knobs, which are columns, too."""
+    frame = rows(name, **columns)
+    frame[["policy", "knobs"]] = [setting(one) for one in frame.row]
+    return frame.set_index(["policy", "knobs"], drop=False)
 
 
 def losses(policy: str) -> str:
     """What each setting of a policy loses, on running text and in RULER."""
-    text = {setting(name): rows("pareto", row=name) for name in names(rows("pareto"))}
-    needles = by_setting("ruler", task="average")
-    lines = []
-    for key in dict.fromkeys(key for key in (*text, *needles) if key[0] == policy):
-        kl, same = (f"{mean(text[key], 'kl'):.4f}", percent(mean(text[key], "top1"))) if key in text else ("–", "–")
-        score = f"{float(needles[key]['score']):.1f}" if key in needles else "–"
-        lines.append([f"`{key[1]}`" if key[1] else "default", kl, same, score])
-    first, full = rows("pareto")[0], needles["full", ""]
+    text, needles = by_setting("pareto"), by_setting("ruler", task="average")
+    both = text[["kl", "top1"]].reindex(text.index.union(needles.index, sort=False)).join(needles.score)
+    mine = both.loc[[policy]].reset_index()
+    mine["setting"] = [f"`{knobs}`" if knobs else "default" for knobs in mine.knobs]
+    cells = {"setting": "{setting}", "KL to full attention": "{kl:.4f}", "same top token": "{top1:.0%}"}
+    first, full = text.iloc[0], needles.loc["full", ""]
     return (
-        f"{table(['setting', 'KL to full attention', 'same top token', 'needles'], lines)}\n\n"
-        f"KL (nats) and top token: {first['steps']} tokens after {int(first['tokens']):,} of prose and of code, in "
-        f"bfloat16 (`pareto.csv`). Needles: eight RULER tasks at 4k, {full['samples']} samples, score from 0 to 100; "
-        f"`full` scores {float(full['score']):.1f} (`ruler.csv`)."
+        f"{table(mine, cells | {'needles': '{score:.1f}'})}\n\n"
+        f"KL (nats) and top token: {first.steps} tokens after {first.tokens:,} of prose and of code, in "
+        f"bfloat16 (`pareto.csv`). Needles: eight RULER tasks at 4k, {full.samples} samples, score from 0 to 100; "
+        f"`full` scores {full.score:.1f} (`ruler.csv`)."
     )
 
 
 def budget_kl() -> str:
-    kl = {knobs: float(one["kl"]) for (policy, knobs), one in by_setting("pareto").items() if policy == "scout"}
-    return table(
-        ["", *(f"`{knobs}`" for knobs in kl)], [["KL to full attention", *(f"{one:.4f}" for one in kl.values())]]
-    )
+    mine = by_setting("pareto").loc["scout"]
+    titles = ["", *(f"`{knobs}`" for knobs in mine.knobs)]
+    return lines(titles, [["KL to full attention", *(f"{kl:.4f}" for kl in mine.kl)]])
 
 
-def by_text(
-    found: Iterable[str], label: Callable[[str, str], str], unit: str, amount: Callable[[Line, str], str], *last: str
-) -> str:
-    """KL and one more column for each text, of rows of `quality.csv`.
-
-    Args:
-        found: names of the rows; label: makes a line's first cell of policy and knobs.
-        unit: title of the other column; amount: makes its cell of a line and the knobs.
-        last: title of a last column, of the numbers found; none: no such column.
-    """
-    kinds, lines = ("prose", "documentation", "code"), []
-    for name in found:
-        policy, knobs = setting(name)
-        each = [row("quality", row=name, kind=kind) for kind in kinds]
-        cells = [cell for one in each for cell in (number(one["kl"]), amount(one, knobs))]
-        lines.append([label(policy, knobs), *cells, *(percent(mean(each, "found")) for _ in last)])
-    return table(["", *(title for kind in kinds for title in (f"KL, {kind}", unit)), *last], lines)
+KINDS = {kind: kind for kind in ("prose", "documentation", "code")}
 
 
 def quality_table() -> str:
     """What a KV head reads, of all methods."""
-    every = [name for name in names(rows("quality")) if "host_dtype" not in name]
-    return by_text(
-        every, lambda policy, knobs: f"{policy}, `{knobs}`", "KiB", lambda one, _: f"{float(one['read']):,.0f}",
-        "numbers found",
-    )  # fmt: skip
+    frame = by_setting("quality")
+    frame = frame[~frame.knobs.str.contains("host_dtype")]
+    frame["found"] = frame.groupby(level=[0, 1]).found.transform("mean")
+    labels = {name: "{}, `{}`".format(*setting(name)) for name in frame.row}
+    cells = {"KL, {}": "{kl}", "KiB": "{read:,.0f}"}
+    return pivot(frame, "row", "kind", cells, labels=labels, names=KINDS, last={"numbers found": "{found:.0%}"})
 
 
 def lengths_table() -> str:
     """KL and KiB by the length of the context."""
-    found = rows("quality_lengths")
-    contexts = sorted({int(one["context"]) for one in found})
-    lines = []
-    for name in names(found):
-        policy, knobs = setting(name)
-        each = [row("quality_lengths", row=name, context=context) for context in contexts]
-        cells = (cell for one in each for cell in (number(one["kl"]), f"{float(one['read']):,.0f}"))
-        lines.append([f"{policy}, `{knobs}`", *cells])
-    return table(["", *(title for context in contexts for title in (f"KL, {context:,} tokens", "KiB"))], lines)
+    frame = rows("quality_lengths").sort_values("context", kind="stable")
+    labels = {name: "{}, `{}`".format(*setting(name)) for name in rows("quality_lengths").row}
+    names = {context: f"{context:,}" for context in frame.context}
+    return pivot(frame, "row", "context", {"KL, {} tokens": "{kl}", "KiB": "{read:,.0f}"}, labels=labels, names=names)
 
 
 def samples_table() -> str:
     """The tokens that `scout` attends."""
-    return by_text(
-        [name for name in names(rows("quality")) if name.startswith("scout:")],
-        lambda _, knobs: f"`{knobs}`",
-        "tokens",
-        lambda one, knobs: f"{float(one['attended'] or knobs.partition('=')[2]):,.0f}",
-    )
+    frame = by_setting("quality").loc["scout"]
+    frame["attended"] = frame.attended.fillna(frame.knobs.str.extract(r"=(\d+)$")[0].astype(float))
+    labels = {knobs: f"`{knobs}`" for knobs in frame.knobs}
+    cells = {"KL, {}": "{kl}", "tokens": "{attended:,.0f}"}
+    return pivot(frame, "knobs", "kind", cells, labels=labels, names=KINDS)
 
 
 def extraction_table() -> str:
     """Shares of an answer's tokens, means over the lists."""
-    lines = []
-    for name in names(rows("extraction")):
-        (policy, knobs), mine = setting(name), rows("extraction", row=name)
-        lines.append(
-            [f"{policy}, `{knobs}`" if knobs else policy, *(percent(mean(mine, c), 1) for c in ("kept", "right"))]
-        )
-    return table(["", "tokens of full attention kept", "tokens right"], lines)
+    frame = rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index()
+    frame["name"] = [f"{policy}, `{knobs}`" if knobs else policy for policy, knobs in map(setting, frame.row)]
+    cells = {"": "{name}", "tokens of full attention kept": "{kept:.1%}", "tokens right": "{right:.1%}"}
+    return table(frame, cells)
 
 
 def needles_table() -> str:
-    def found(name: str, task: str) -> str:
-        one = row("needle", row=name, task=task)
-        return "{:.0f} ({:.0f})".format(*(float(one[c]) * float(one["pairs"]) / 100 for c in ("score", "full")))
-
-    tasks = {"prose": "prose", "documentation": "documentation", "code": "code", "all": "average"}
-    lines = [[name, *(found(name, task) for task in tasks.values())] for name in names(rows("needle"))[1:]]
-    return table(["found (by full attention)", *tasks], lines)
+    frame = rows("needle")
+    frame[["found", "of"]] = frame[["score", "full"]].mul(frame.pairs / 100, axis=0)
+    names = KINDS | {"average": "all"}
+    frame = frame[frame.row != frame.row.iloc[0]]
+    return pivot(frame, "row", "task", {"{}": "{found:.0f} ({of:.0f})"}, names=names, first="found (by full attention)")
 
 
 def hidden_numbers(name: str, file: str = "needle") -> str:
     """How many of the hidden numbers a row finds."""
-    tasks = [one for one in rows(file, row=name) if not one["task"].startswith("average")]
-    samples = sum(int(one["samples"]) for one in tasks)
-    return f"{sum(float(one['score']) * int(one['samples']) for one in tasks) / 100:.0f} of {samples}"
+    mine = rows(file, row=name)
+    mine = mine[~mine.task.str.startswith("average")]
+    return f"{(mine.score * mine.samples).sum() / 100:.0f} of {mine.samples.sum()}"
 
 
 def lost_drawn_numbers() -> str:
-    """That drawn keys lose none of the numbers that full attention finds: each other answer is one more found.
-
-    Raises:
-        ValueError: there may be one that is lost.
-    """
+    """That drawn keys lose none of the numbers that full attention finds: each other answer is one more found."""
     for samples in (512, 256):
         line = row("needle_samples", row=f"scout:samples={samples}", task="average")
-        count = int(line["samples"])
-        if round((1 - float(line["same"])) * count) != round(float(line["more"]) * count / 100):
+        if round((1 - line.same) * line.samples) != round(line.more * line.samples / 100):
             raise ValueError(f"needle_samples.csv: samples={samples} may lose a number")
     return "none is lost"
 
 
 def second_turn(name: str) -> str:
     """How many of the numbers that full attention finds in a second turn a row finds, too."""
-    full, mine = (
-        {(one["kind"], one["seed"]) for one in rows("second_turn", row=n, found="1")} for n in ("dynamic", name)
-    )
-    return f"{len(mine & full)} of {len(full)}"
-
-
-def second_turn_table() -> str:
-    said = {"hgca": "hgca-0.1", "hgca, `reevaluate=False`": "hgca-0.1-once"}
-    return table(["row", "found"], [[name, second_turn(one)] for name, one in said.items()])
+    full, mine = (rows("second_turn", row=one, found=1)[["kind", "seed"]] for one in ("dynamic", name))
+    return f"{len(mine.merge(full))} of {len(full)}"
 
 
 def fidelity_table() -> str:
-    said = {
+    labels = {
         "scout-off": 'scout, real query (`lookahead="off"`)',
         "scout-off-int8": "the same over int8 blocks",
         "scout-select": 'scout, blocks chosen a layer ahead (`"select"`)',
@@ -415,230 +372,132 @@ def fidelity_table() -> str:
         "paper": "paper: attended with the predicted query",
         "window": "window",
     }
-
-    def median(name: str, kind: str, column: str) -> float:
-        return statistics.median(float(one[column]) for one in rows("fidelity", row=name, kind=kind))
-
-    columns: dict[str, Callable[[float], str]] = {"kl": number, "top1": percent}
-    lines = []
-    for name, text in said.items():
-        cells = [make(median(name, kind, column)) for kind in ("prose", "code") for column, make in columns.items()]
-        lines.append([text, *cells])
-    return table(["row", "KL, prose", "same top token", "KL, code", "same top token"], lines)
+    frame = rows("fidelity").groupby(["row", "kind"])[["kl", "top1"]].median().reset_index()
+    cells = {"KL, {}": "{kl}", "same top token": "{top1:.0%}"}
+    return pivot(frame, "row", "kind", cells, labels=labels, names={"prose": "prose", "code": "code"}, first="row")
 
 
-def paper_digest() -> str:
-    kl = {(one["row"], one["kind"], one["start"]): float(one["kl"]) for one in rows("fidelity")}
-    ratios = [value / kl["scout-off", kind, start] for (name, kind, start), value in kl.items() if name == "paper-off"]
-    return times(statistics.median(ratios))
+def fidelity() -> pd.DataFrame:
+    """KL by text and row."""
+    return rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
+
+
+def perplexity() -> pd.DataFrame:
+    """Rows of perplexity.csv with what their perplexity is more than full attention's."""
+    frame = rows("perplexity")
+    told = [f"{tell('{:+.2f}', 100 * one.nll_more)} ± {100 * one.nll_more_se:.2f} %" for one in frame.itertuples()]
+    return frame.assign(told=told)
 
 
 def perplexity_table() -> str:
-    lines = []
-    for ratio in ("0.1", "0.25", "0.5", "0.75"):
-        mine = [row("perplexity", row=f"hgca-{ratio}-1", kind=kind) for kind in ("code", "prose")]
-        lines.append([ratio, *map(with_error, mine), percent(mine[0]["kept_share"])])
-    return table(["window, share of the text", "code", "prose", "host tokens kept"], lines)
+    labels = {f"hgca-{ratio}-1": ratio for ratio in ("0.1", "0.25", "0.5", "0.75")}
+    names, last = {"code": "code", "prose": "prose"}, {"host tokens kept": "{kept_share:.0%}"}
+    first = "window, share of the text"
+    return pivot(perplexity(), "row", "kind", {"{}": "{told}"}, labels=labels, names=names, first=first, last=last)
 
 
-def ruler_table() -> str:
-    columns: dict[str, Cell] = {
-        "row": lambda one: one["row"].replace("predictor=predictor.safetensors,", ""),
-        "score": fixed("score", 1),
-        "difference to full attention": lambda one: "–" if one["row"] == "full" else more_than_full(one),
-    }
-    return listing(rows("ruler", task="average"), columns)
+def ruler(name: str, columns: Cells) -> str:
+    """Scores and differences to full attention, the best first; `{called}` is a policy with its knobs."""
+    frame = by_setting(name, task="average")
+    frame["row"] = frame.row.str.replace("predictor=predictor.safetensors,", "")
+    frame["less"] = ["–" if one.policy == "full" else tell(MORE, one) for _, one in frame.iterrows()]
+    frame["called"] = [f"`{policy}`" + (f", `{knobs}`" if knobs else "") for policy, knobs in frame.index]
+    if "{called}" in columns.values():
+        frame = frame.sort_values("score", ascending=False, kind="stable")
+    return table(frame, columns)
 
 
-def ruler_policies(name: str = "ruler") -> str:
-    found = sorted(by_setting(name, task="average").items(), key=lambda item: -float(item[1]["score"]))
-    lines = [
-        [f"`{policy}`" + (f", `{knobs}`" if knobs else ""), fixed("score", 1)(one),
-         "–" if policy == "full" else more_than_full(one)]
-        for (policy, knobs), one in found
-    ]  # fmt: skip
-    return table(["policy", "score", "difference to `full`"], lines)
-
-
-def wikimqa() -> str:
-    said = {"full": "full", "1,024": "scout:budget=1024", "512": "scout:budget=512"}
-    scores = {text: row("longbench", row=name, task="2wikimqa") for text, name in said.items()}
-    return ", ".join(f"{float(one['score']):.1f} ({text})" for text, one in scores.items())
-
-
-# --- Long contexts, Fluxion ------------------------------------------------------------------------------------------
-
-
-def context_table() -> str:
-    columns = {"row": "row", "attention, ms": cell("attention", 3), "step, ms": cell("step", 3)}
-    return listing(rows("context_attention_32k"), columns | {"read": share("read_ratio"), "KL": cell("kl")})
-
-
-def attention_32k() -> str:
-    said = {"hgca": "hgca-0.1", "full": "full", "sdpa": "dynamic"}
-    found = {text: row("context_attention_32k", row=name)["attention"] for text, name in said.items()}
-    return ", ".join(f"{number(ms, 3)} ms ({text})" for text, ms in found.items())
+# Long contexts, Fluxion
 
 
 def fluxion_table() -> str:
-    said = {"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"}
-    found = [
-        row(f"context_attention_fluxion_{kind}", row=name) | {"text": kind, "said": text}
-        for kind in ("code", "prose")
-        for name, text in said.items()
-    ]
-    columns = {"text": "text", "row": "said", "chosen, MiB a token": cell("chosen_MiB", 3), "KL": cell("kl")}
-    return listing(found, columns | {"same top token": share("top1")}, words=2)
+    frame = pd.concat([rows(f"context_attention_fluxion_{kind}") for kind in ("code", "prose")])
+    frame["said"] = frame.row.map({"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"})
+    columns = {"text": "{kind}", "row": "{said}", "chosen, MiB a token": "{chosen_MiB:3}", "KL": "{kl}"}
+    return table(frame.dropna(subset="said"), columns | {"same top token": "{top1:.0%}"}, words=2)
 
 
-def needles_fluxion() -> str:
-    needles = by_setting("ruler", task="average")
-    keys = (("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", ""))
-    return "{} where its baseline scores {} and `full` {}".format(*(fixed("score", 1)(needles[key]) for key in keys))
-
-
-def trained() -> dict[str, Any]:
-    """What train_fluxion.json says of the predictor, by deviation."""
-    quality: dict[str, Any] = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"]
-    return quality
+def trained() -> pd.DataFrame:
+    """What train_fluxion.json says of the predictor, by deviation; of budgets by length of a run, `needed_16`."""
+    quality = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"]
+    flat = pd.json_normalize(list(quality.values())).set_index(pd.Index(quality))
+    return flat.rename(columns=lambda name: re.sub(r"budgets\.(\d+)\.(\w+)", r"\2_\1", name))
 
 
 def train_table() -> str:
-    quality = list(trained().values())
-    pairs = [f"{one['streaming_precision']:.2f}, {one['streaming_recall']:.2f}" for one in quality]
-    lines = [
-        ["share of streaming heads", *(percent(one["streaming_share"]) for one in quality)],
-        ["precision, recall of their prediction", *pairs],
-    ]
-    for size in ("16", "32", "128"):
-        budgets = [one["budgets"][size] for one in quality]
-        said = [f"{percent(one['needed'], 1)}, {percent(one['predicted'], 1)}" for one in budgets]
-        lines.append([f"mean budget for runs of {size} tokens: needed, predicted", *said])
-    enough = [percent(one["budgets"]["32"]["enough"]) for one in quality]
-    lines.append(["heads whose budget for runs of 32 tokens suffices", *enough])
-    return table(["", "τ = 0.05", "τ = 0.1", "τ = 0.2"], lines)
-
-
-def needed_budgets() -> str:
-    budgets = trained()["0.1"]["budgets"]
-    return ", ".join(f"{percent(budgets[size]['needed'], 1)} ({size})" for size in ("16", "32", "128"))
+    cells = {
+        "share of streaming heads": "{streaming_share:.0%}",
+        "precision, recall of their prediction": "{streaming_precision:.2f}, {streaming_recall:.2f}",
+        **{
+            f"mean budget for runs of {n} tokens: needed, predicted": f"{{needed_{n}:.1%}}, {{predicted_{n}:.1%}}"
+            for n in (16, 32, 128)
+        },
+        "heads whose budget for runs of 32 tokens suffices": "{enough_32:.0%}",
+    }
+    found = [[title, *(tell(template, one) for _, one in trained().iterrows())] for title, template in cells.items()]
+    return lines(["", *(f"τ = {tau}" for tau in trained().index)], found)
 
 
 def retrieval() -> str:
     found = []
     for context, said in ((6144, "6k"), (32768, "32k")):
-        ours, base = (
-            row("context_attention_fluxion_32k", row=name, context=context) for name in ("fluxion-0.1", "fixed-0.05")
-        )
-        ms = [number(one["retrieval"], 2) for one in (ours, base)]
-        less = number(float(ours["chosen_MiB"]) / float(base["chosen_MiB"]), 2)
-        found.append(f"{ms[0]} against {ms[1]} ms at {said}, with {less} of the chosen bytes")
+        file = "context_attention_fluxion_32k"
+        ours, base = (row(file, row=name, context=context) for name in ("fluxion-0.1", "fixed-0.05"))
+        numbers = ours.retrieval, base.retrieval, said, ours.chosen_MiB / base.chosen_MiB
+        found.append(tell("{} against {} ms at {}, with {} of the chosen bytes", *numbers))
     return "; ".join(found)
 
 
-def mixed() -> str:
-    found = [row("context_attention_batches", context=c, row="fluxion-0.1") for c in ("4096+512", "4096+4096")]
-    return " against ".join(f"{number(one['attention'], 3)} ms" for one in found)
-
-
 def tau() -> str:
-    found = rows("context_attention_tau")[1:]
-    chosen, kl = (", ".join(number(one[column]) for one in found) for column in ("chosen_MiB", "kl"))
-    return f"{chosen} MiB chosen, KL {kl}"
+    found = rows("context_attention_tau").iloc[1:]
+    return tell("{}, {}, {} MiB chosen, KL {}, {}, {}", *found.chosen_MiB, *found.kl)
 
 
-# --- Residency, saving, steadiness, kernels --------------------------------------------------------------------------
+# Residency, saving, steadiness, kernels
 
 
-def recall_interval(name: str) -> float | None:
-    """Steps between two recalls: all layers' steps over all their recalls; None: there was none."""
-    found = rows("cpu_ratio_layers", row=name)
-    steps = [float(one["recall_interval"]) * int(one["recalls"]) for one in found if one["recall_interval"]]
-    return len(found) * steps[0] / sum(int(one["recalls"]) for one in found) if steps else None
-
-
-def cpu_ratio(name: str, digits: int = 0) -> str:
-    """The CPU's share of the budget, the mean over steps and layers."""
-    return percent(mean(rows("cpu_ratio_layers", row=name), "cpu_ratio"), digits)
+def recalls() -> pd.DataFrame:
+    """By row: the CPU's share of the budget (mean over steps and layers), and steps between two recalls: all layers'
+    steps over all their recalls; NaN: there was none.
+    """
+    frame = rows("cpu_ratio_layers")
+    by_row = frame.groupby("row", sort=False)
+    steps = (frame.recall_interval * frame.recalls).groupby(frame.row, sort=False).first()
+    interval = steps * by_row.size() / by_row.recalls.sum()
+    return pd.DataFrame({"share": by_row.cpu_ratio.mean(), "interval": interval}).rename_axis("row")
 
 
 def ratio_table() -> str:
-    lines = []
-    for name in names(rows("cpu_ratio_layers")):
-        interval = recall_interval(name)
-        lines.append([name, cpu_ratio(name, 1), number(interval) if interval else "–"])
-    return table(["recall, resident set in budgets", "CPU ratio", "steps between recalls"], lines)
-
-
-def cosines() -> str:
-    found = [float(one["query_cosine"]) for one in rows("cpu_ratio_layers", row="recall-1.5") if one["query_cosine"]]
-    return between(found, number)
-
-
-def save_table() -> str:
-    columns = {"prefill, s": "prefill_s", "save, s": "save_s", "load, s": "load_s"}
-    return listing(
-        [one for one in rows("save_load") if one["tokens"] == "8192"],
-        {"row": "row"}
-        | {title: cell(column) for title, column in columns.items()}
-        | {"prefill / (save + load)": lambda one: times(float(one["speedup"]))}
-        | {"host memory with three forks / without": fixed("fork_bytes", 3)},
-    )
-
-
-def turn_seconds(source: str) -> str:
-    return f"{number(row('save_load', row='scout-1024', tokens='32768')[f'turn_{source}_s'])} s"
-
-
-def serve_table() -> str:
-    counts = sorted(int(name.rpartition("_")[2]) for name in rows("serve")[0] if name.startswith("tokens_per_s_"))
-    return listing(
-        rows("serve"),
-        {"": "way", "first token after a kill, s": cell("first_token_s"), "the same by hand, s": cell("by_hand_s")}
-        | {f"tokens/s, {n} chat{'s' * (n > 1)}": cell(f"tokens_per_s_{n}") for n in counts},
-    )
+    columns = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}"}
+    return table(recalls().reset_index(), columns | {"steps between recalls": "{interval}"})
 
 
 def saved_mib(name: str) -> str:
-    return f"{float(row('save_load', row=name, tokens='8192')['disk_bytes']) / 2**20:.0f} MiB"
+    return tell("{:.0f} MiB", row("save_load", row=name, tokens=8192).disk_bytes / 2**20)
+
+
+def serve_table() -> str:
+    columns = {"": "{way}", "first token after a kill, s": "{first_token_s}", "the same by hand, s": "{by_hand_s}"}
+    counts = sorted(int(name.rpartition("_")[2]) for name in rows("serve") if name.startswith("tokens_per_s_"))
+    more = {f"tokens/s, {n} chat{'s' * (n > 1)}": f"{{tokens_per_s_{n}}}" for n in counts}
+    return table(rows("serve"), columns | more)
 
 
 def steady_table() -> str:
-    columns = {"row": "row", "p50, ms": cell("p50", 3), "p99, ms": cell("p99", 3), "p99 / p50": fixed("p99_p50", 2)}
+    columns = {"row": "{row}", "p50, ms": "{p50:3}", "p99, ms": "{p99:3}", "p99 / p50": "{p99_p50:.2f}"}
     growth = []
-    for name in names(rows("soak")):
-        mine = rows("soak", row=name)
-        first, last = mine[len(mine) // 2], mine[-1]
-        grown, steps = (int(last[column]) - int(first[column]) for column in ("rss_bytes", "step"))
-        growth.append(f"{name}: {grown / steps:.0f}")
-    return f"{listing(rows('decode_steady'), columns)}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
-
-
-def steady(column: str, text: str) -> str:
-    """A number of hgca beside full attention's over a long generation, as `text` of both says it."""
-    full, ours = (float(row("decode_steady", row=name)[column]) for name in ("dynamic", "hgca-1024"))
-    return text.format(ours, full)
+    for name, mine in rows("soak").groupby("row", sort=False):
+        first, last = mine.iloc[len(mine) // 2], mine.iloc[-1]
+        growth.append(f"{name}: {(last.rss_bytes - first.rss_bytes) / (last.step - first.step):.0f}")
+    return f"{table(rows('decode_steady'), columns)}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
 
 
 def kernels_table() -> str:
-    def speed(dtype: str, threads: int) -> str:
-        shape = {"dtype": dtype, "dim": 128, "group": 4, "block_size": 32, "batch": 1, "kernel_threads": threads}
-        one = rows("bench_cpu", section="decode", case="blocks", **shape)[0]
-        return f"{float(one['gb_per_s']):.1f} ({percent(one['of_limit'])})"
-
-    lines = [[dtype, speed(dtype, 1), speed(dtype, 2)] for dtype in ("bf16", "fp16", "fp32", "int8")]
-    return table(["dtype", "GB/s, 1 thread", "GB/s, 2 threads"], lines)
-
-
-def window_weight() -> str:
-    found = [row("attention_stats", layer=layer, first=1, newest=512) for layer in (0, 15, 29)]
-    return ", ".join(f"{percent(one['weight'])} (layer {one['layer']})" for one in found)
-
-
-def heads_share(text: str) -> str:
-    """Share of the tokens that hold 99 % of a head's weight, over the heads."""
-    found = [float(one["share"]) for one in rows("attention_stats_heads", text=text)]
-    return between(found, partial(percent, digits=1))
+    shape = {"dim": 128, "group": 4, "block_size": 32, "batch": 1}
+    frame = rows("bench_cpu", section="decode", case="blocks", **shape).drop_duplicates(["dtype", "kernel_threads"])
+    names, cells = {1: "1 thread", 2: "2 threads"}, {"GB/s, {}": "{gb_per_s:.1f} ({of_limit:.0%})"}
+    labels = {dtype: dtype for dtype in ("bf16", "fp16", "fp32", "int8")}
+    return pivot(frame, "dtype", "kernel_threads", cells, labels=labels, names=names, first="dtype")
 
 
 def tuned() -> str:
@@ -650,132 +509,93 @@ def tuned() -> str:
     return f"{found[1]} ms a token (`DynamicCache`: {found[2]} ms) at a KL of {found[3]}"
 
 
+# GPUs
+
+
 def gpu_defaults() -> str:
     """What a cache takes by default, by the model of a step."""
     names = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
-
-    def told(column: str) -> Callable[[Line], str]:
-        return lambda one: number(one[column], 3) if one[column] else "–"
-
-    return listing(
-        _file("h100/defaults"),
-        {
-            "card": lambda one: one["card"], "context": lambda one: f"{int(one['context']):,}",
-            "rows": lambda one: one["batch"], "by default": lambda one: names.get(one["default"], one["default"]),
-            "attend all": told("full_ms"), "choose": told("chosen_ms"), "few resident": told("split_ms"),
-            "`DynamicCache`": told("stock_ms"),
-        },
-    )  # fmt: skip
+    frame = rows("h100/defaults").replace({"default": names})
+    columns = {"card": "{card}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "by default": "{default}"}
+    columns |= {"attend all": "{full_ms:3}", "choose": "{chosen_ms:3}", "few resident": "{split_ms:3}"}
+    return table(frame, columns | {"`DynamicCache`": "{stock_ms:3}"})
 
 
-def gpu_h200() -> str:
-    """Decoding on an H200; the rows by default whose code was changed after it are left out."""
-    found = [one for one in _file("h200/decode") if one["p50"]]
-    return gpu_table([one for one in found if not (one["row"] == "default-graph" and int(one["batch"]) > 1)])
-
-
-def gpu_idle_time(what: str) -> str:
-    """Milliseconds of a step of a full cache and of the default on an H200 in which the device computes, or idles."""
-    told = []
-    for name in ("full-resident-graph", "default-graph"):
-        one = row("h200/decode", row=name, context=32768, batch=1, commit="d172962")
-        spent = float(one["busy"]) * float(one["profiled"]) if what == "busy" else float(one["between"])
-        told.append(number(spent, 2))
-    return " and ".join(told) + " ms"
-
-
-def gpu_table(found: list[Line] | None = None) -> str:
-    """Decoding on a GPU; rows that did not fit are left out."""
-    found = [one for one in _file("h100/decode") if one["p50"]] if found is None else found
-    found.sort(key=lambda one: (int(one["context"]), int(one["batch"])))
+def gpu_table(machine: str) -> str:
+    """Decoding on a GPU. Rows that did not fit are left out, and on an H200 those whose code was changed later."""
+    frame = rows(f"{machine}/decode").dropna(subset="p50").sort_values(["context", "batch"], kind="stable")
+    if machine == "h200":
+        frame = frame[(frame.row != "default-graph") | (frame.batch == 1)]
     ways = {
         "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
         "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
         "scout-quest": '`scout`, `digest="quest"`', "default": "`scout`, all resident (the default)",
     }  # fmt: skip
-
-    def way(one: Line) -> str:
-        graph = ", graph" if one["row"].endswith("-graph") else ""
-        script = ", by a script" if one["replay"] != "none" else ""
-        return ways[one["row"].removesuffix("-graph")] + graph + script
-
+    frame["way"] = frame.row.str.removesuffix("-graph").map(ways)
+    frame["way"] += frame.row.str.endswith("-graph").map({True: ", graph", False: ""})
+    frame["way"] += (frame.replay != "none").map({True: ", by a script", False: ""})
     columns = {
-        "cache": way, "context": lambda one: f"{int(one['context']):,}", "rows": lambda one: one["batch"],
-        "ms a step": cell("p50", 3), "tokens/s": cell("tokens_per_s", 3),
-        "KV on the device, GiB": cell("device_kv_gib"),
-        "CPU": lambda one: percent(one["cpu_ratio"]) if one["cpu_ratio"] else "–",
+        "cache": "{way}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "ms a step": "{p50:3}",
+        "tokens/s": "{tokens_per_s:3}", "KV on the device, GiB": "{device_kv_gib}", "CPU": "{cpu_ratio:.0%}",
     }  # fmt: skip
-    if len({one["commit"] for one in found}) > 1:
-        columns["commit"] = lambda one: one["commit"]
-    return listing(found, columns)
+    return table(frame, columns | ({"commit": "{commit}"} if frame.commit.nunique() > 1 else {}))
 
 
-def gpu(row_: str, context: int, batch: int = 1) -> dict[str, str]:
+def gpu(row_: str, context: int, batch: int = 1) -> pd.Series:
     """A row of decoding on a GPU, its blocks chosen by the model."""
     return row("h100/decode", row=row_, context=context, batch=batch, replay="none")
 
 
-def gpu_ratio(column: str, over: dict[str, str], under: dict[str, str]) -> str:
+def gpu_ratio(column: str, over: pd.Series, under: pd.Series) -> str:
     """How many times as much one row has in a column as another."""
-    return times(float(over[column]) / float(under[column]))
+    return tell("{}×", over[column] / under[column])
 
 
-def gpu_steps() -> str:
-    """One row of scout beside one of a full cache that fits, both in graphs."""
-    ours, full = gpu("scout-graph", 32768), gpu("full-resident-graph", 32768)
-    return f"{number(ours['p50'])} ms beside {number(full['p50'])} ms"
+def gpu_idle_time(busy: bool) -> str:
+    """Milliseconds of a step of a full cache and of the default on an H200 in which the device computes, or idles."""
+    where = {"context": 32768, "batch": 1, "commit": "d172962"}
+    found = [row("h200/decode", row=name, **where) for name in ("full-resident-graph", "default-graph")]
+    return tell("{} and {} ms", *(one.busy * one.profiled if busy else one["between"] for one in found))
 
 
 def gpu_for_nothing() -> str:
     """What of a full cache's step on a GPU goes into asking a CPU that has nothing to attend."""
     step = gpu("full-resident-graph", 65536)
-    spent = 0.0
-    for name in ("hand_over", "wait", "merge"):
-        kernel = row("h100/step_kernels", row=step["row"], context=65536, kernel=f"{name}_kernel")
-        spent += float(kernel["us_per_step"]) / 1000
-    return f"{number(spent)} of its {number(step['p50'])} ms"
+    kernels = rows("h100/step_kernels", row=step.row, context=65536).set_index("kernel").us_per_step
+    spent = kernels[["hand_over_kernel", "wait_kernel", "merge_kernel"]].sum() / 1000
+    return tell("{} of its {} ms", spent, step.p50)
 
 
 def gpu_hand_over() -> str:
     """Microseconds a layer, of nothing and of some work by all threads."""
-    found = rows("h100/handoff")
-    nothing = min(float(one["p50"]) for one in found if one["work"] == "nothing")
-    *_, work = found
-    some = f"{number(work['p50'])} µs with {work['work'].replace('a head', 'for each KV head')}"
-    return f"{number(nothing)} µs if the work is nothing, {some}"
+    found, nothing = rows("h100/handoff"), rows("h100/handoff", work="nothing").p50.min()
+    some = found.iloc[-1]
+    work = some.work.replace("a head", "for each KV head")
+    return tell("{} µs if the work is nothing, {} µs with {}", nothing, some.p50, work)
 
 
 def gpu_idle() -> str:
     """Of 16 rows whose blocks a script chose: shares of the time that the device waits, and has nothing to run."""
     one = row("h100/decode", row="scout-graph", batch=16)
-    waits = float(one["waiting"]) + float(one["moving"])
-    return f"{percent(waits, 1)} of the time it waits, {percent(one['gaps'])} it has nothing to run"
+    return tell("{:.1%} of the time it waits, {:.0%} it has nothing to run", one.waiting + one.moving, one.gaps)
 
 
-def gpu_floor(operation: str, **columns: object) -> str:
+def gpu_without(part: str) -> float:
+    """How many times as long scout's step takes without a part of it, one row at 32k."""
+    return gpu(f"scout-{part}-graph", 32768).p50 / gpu("scout-graph", 32768).p50
+
+
+def gpu_floor(operation: str, **columns: Any) -> str:
     """How many times as long operations take as their bytes do."""
-    ratios = [float(one["of_floor"]) for one in rows("h100/kernels", operation=operation, **columns)]
-    return times(ratios[0]) if len(ratios) == 1 else between(ratios, times)
-
-
-def gpu_merge() -> str:
-    """A merge with a host partial, beside the time of its bytes."""
-    merge = row("h100/kernels", operation="merge_with_host", batch=1)
-    return f"{number(merge['p50'])} µs in place of {number(merge['floor'], 1)} µs"
-
-
-def gpu_ablation() -> str:
-    """What scout's step takes without a part of it, one row at 32k."""
-    whole = gpu("scout-graph", 32768)
-    parts = ("pre-computation", "scout-off-graph"), ("recall", "scout-no-recall-graph")
-    return ", ".join(f"{name} {float(gpu(row_, 32768)['p50']) / float(whole['p50']):.2f}×" for name, row_ in parts)
+    ratios = rows("h100/kernels", operation=operation, **columns).of_floor
+    return tell("{}×", ratios.iloc[0]) if len(ratios) == 1 else between(ratios, "{}×")
 
 
 def gpu_tests() -> str:
     """How many tests passed on a GPU, and how many did not."""
 
-    def told(name: str) -> str:
-        passed, failed = (sum(int(one[kind]) for one in rows(f"{name}/correctness")) for kind in ("passed", "failed"))
+    def told(machine: str) -> str:
+        passed, failed = rows(f"{machine}/correctness")[["passed", "failed"]].sum()
         return f"{passed} tests passed, {failed or 'none'} failed"
 
     return f"{told('h100')}; on an H200 {told('h200')}, as many as there was time for"
@@ -786,24 +606,43 @@ def sources(files: str) -> str:
     groups: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(RESULTS.glob(files)):
         name = path.relative_to(RESULTS).with_suffix("").as_posix()
-        first = rows(name)[0]
-        cpus = dict.fromkeys(processor(one["cpu"]) for one in rows(name))
-        cpu = ", ".join(cpus).replace("(R)", "").replace(" Processor", "")
-        if first["gpu"] != "none":
-            cpu += f", {first['gpu'].split()[1]}"
-        script = first["command"].removeprefix("python ").removeprefix("-m ").split()[0]
+        frame = rows(name)
+        first = frame.iloc[0]
+        cpu = ", ".join(dict.fromkeys(map(processor, frame.cpu))).replace("(R)", "").replace(" Processor", "")
+        if first.gpu != "none":
+            cpu += f", {first.gpu.split()[1]}"
+        script = first.command.removeprefix("python ").removeprefix("-m ").split()[0]
         script = script.removeprefix("eval/").removesuffix(".py")
-        commits = dict.fromkeys(one["commit"] for one in rows(name))
-        commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in commits)
-        groups.setdefault((script, commit, cpu, first["omp_wait_policy"]), []).append(name)
-    lines = []
+        commit = ", ".join(one[:7] + "+" * one.endswith("+changes") for one in frame.commit.unique())
+        groups.setdefault((script, commit, cpu, first.omp_wait_policy), []).append(name)
+    found = []
     for (script, *others), stems in groups.items():
         shared = commonprefix(stems)  # noqa: RUF071 (of names, not of paths)
         named = "" if shared.startswith(script) else script
-        lines.append([f"`{shared}{'*' if stems[1:] else ''}`", named, *others])
+        found.append([f"`{shared}{'*' if stems[1:] else ''}`", named, *others])
     titles = ["files", "script, if not of that name", "commit", "processor", "`OMP_WAIT_POLICY`"]
-    return table(titles, lines, words=5)
+    return lines(titles, found, words=5)
 
+
+ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
+H200 = {"file": "h200/decode", "commit": "d172962"}
+SAVED = {"file": "save_load", "row": "scout-1024", "tokens": 8192}
+TURN = SAVED | {"tokens": 32768}
+LONG = "context_attention_32k"
+BY_ROW = {"row": "{row}", "score": "{score:.1f}", "difference to full attention": "{less}"}
+BY_POLICY = {"policy": "{called}", "score": "{score:.1f}", "difference to `full`": "{less}"}
+TURNS = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
+MIXED = {"file": "context_attention_batches", "row": "fluxion-0.1"}
+WINDOW = {"file": "attention_stats", "first": 1, "newest": 512}
+STEADY = {"file": "decode_steady", "row": ["hgca-1024", "dynamic"]}
+BUDGETS_OF_ROWS = {"scout-1024": "budget=1024", "scout:samples=512": "samples=512", "scout:samples=256": "samples=256"}
+WIKI = {"full": "full", "scout:budget=1024": "1,024", "scout:budget=512": "512"}
+LONG_ROWS = {"hgca-0.1": "hgca", "full": "full", "dynamic": "sdpa"}
+WAYS = {"loaded": "{way}", "layers": "{layers}", "prompt, s": "{prompt_s:3}", "ms a token": "{p50:3}"}
+SAVES = {"row": "{row}", "prefill, s": "{prefill_s}", "save, s": "{save_s}", "load, s": "{load_s}"}
+SAVES |= {"prefill / (save + load)": "{speedup}×", "host memory with three forks / without": "{fork_bytes:.3f}"}
+PARTS = {"row": "{row}", "attention, ms": "{attention:3}", "step, ms": "{step:3}"}
+PARTS |= {"read": "{read_ratio:.0%}", "KL": "{kl}"}
 
 FIGURES: dict[str, Callable[[], str]] = {
     # README.md and docs/results.md
@@ -811,23 +650,23 @@ FIGURES: dict[str, Callable[[], str]] = {
     "peers-summary": peers_summary,
     "results-peers": peers_table,
     "linear-speed": linear_speed,
-    "gguf-dtypes": gguf_dtypes,
+    "gguf-dtypes": listing("gguf_dtypes", WAYS, words=2),
     "results-batch": batch_table,
     "results-needles": needles_table,
-    "results-second-turn": second_turn_table,
+    "results-second-turn": lambda: lines(["row", "found"], [[name, second_turn(row)] for row, name in TURNS.items()]),
     "results-fidelity": fidelity_table,
     "scout-samples": samples_table,
     "samples-time-8k": partial(samples_time, 8192),
     "samples-time-32k": partial(samples_time, 32768),
-    "samples-repeated": samples_repeated,
+    "samples-repeated": told(LONG, "{kl} with `{name}`", ", ", row=BUDGETS_OF_ROWS),
     "choosing-quality": quality_table,
     "choosing-lengths": lengths_table,
-    "results-context": context_table,
+    "results-context": listing(LONG, PARTS),
     "results-perplexity": perplexity_table,
-    "results-ruler": ruler_table,
+    "results-ruler": partial(ruler, "ruler", BY_ROW),
     "results-fluxion": fluxion_table,
     "results-ratio": ratio_table,
-    "results-save": save_table,
+    "results-save": listing("save_load", SAVES, tokens=8192),
     "results-steady": steady_table,
     "results-kernels": kernels_table,
     "results-sources": partial(sources, "*.csv"),
@@ -837,102 +676,88 @@ FIGURES: dict[str, Callable[[], str]] = {
         for policy in ("full", "window", "scout", "quest", "hgca", "fixed_hybrid", "h2o", "infinigen")
     },
     "losses-fluxion": fluxion_table,
-    "needles-fluxion": needles_fluxion,
+    "needles-fluxion": lambda: "{:.1f} where its baseline scores {:.1f} and `full` {:.1f}".format(
+        *by_setting("ruler", task="average").score.loc[
+            [("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", "")]
+        ]
+    ),
     "train-fluxion": train_table,
     "extraction": extraction_table,
     "hidden-numbers-drawn": partial(hidden_numbers, "scout:samples=512", "needle_samples"),
     "hidden-numbers-drawn-256": partial(hidden_numbers, "scout:samples=256", "needle_samples"),
     "hidden-numbers-drawn-full": partial(hidden_numbers, "full", "needle_samples"),
     "hidden-numbers-drawn-lost": lost_drawn_numbers,
-    "ruler-policies": ruler_policies,
-    "ruler-samples": partial(ruler_policies, "ruler_samples"),
+    "ruler-policies": partial(ruler, "ruler", BY_POLICY),
+    "ruler-samples": partial(ruler, "ruler_samples", BY_POLICY),
     "hidden-numbers-full": partial(hidden_numbers, "full"),
     "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
     "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
     "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
-    "paper-digest": paper_digest,
+    "paper-digest": lambda: tell("{}×", (fidelity()["paper-off"] / fidelity()["scout-off"]).median()),
     "budget-kl": budget_kl,
-    "cpu-ratio-1": partial(cpu_ratio, "recall-1"),
-    "cpu-ratio-1-and-a-half": partial(cpu_ratio, "recall-1.5"),
+    "cpu-ratio-1": lambda: tell("{share:.0%}", recalls().loc["recall-1"]),
+    "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", recalls().loc["recall-1.5"]),
     "second-turn-hgca": partial(second_turn, "hgca-0.1"),
     "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
     "hgca-perplexity": lambda: " and ".join(
-        with_error(row("perplexity", row="hgca-0.25-1", kind=kind)) for kind in ("code", "prose")
+        perplexity().set_index(["row", "kind"]).told["hgca-0.25-1"][["code", "prose"]]
     ),
     "tuned": tuned,
-    "saved-prefill": lambda: f"{number(row('save_load', row='scout-1024', tokens='8192')['prefill_s'])} s",
-    "saved-load": lambda: f"{number(row('save_load', row='scout-1024', tokens='8192')['load_s'])} s",
-    "store-tokens": lambda: f"{int(row('save_load', row='scout-1024', tokens='32768')['tokens']):,}",
-    "store-none": partial(turn_seconds, "none"),
-    "store-ram": partial(turn_seconds, "ram"),
-    "store-disk": partial(turn_seconds, "disk"),
-    "store-cold": partial(turn_seconds, "cold_disk"),
+    "saved-prefill": told(template="{prefill_s} s", **SAVED),
+    "saved-load": told(template="{load_s} s", **SAVED),
+    "store-tokens": told(template="{tokens:,.0f}", **TURN),
+    "store-none": told(template="{turn_none_s} s", **TURN),
+    "store-ram": told(template="{turn_ram_s} s", **TURN),
+    "store-disk": told(template="{turn_disk_s} s", **TURN),
+    "store-cold": told(template="{turn_cold_disk_s} s", **TURN),
     "serve": serve_table,
-    "serve-tokens": lambda: f"{int(rows('serve')[0]['tokens']):,}",
+    "serve-tokens": lambda: tell("{tokens:,.0f}", rows("serve").iloc[0]),
     "saved-bytes": partial(saved_mib, "scout-1024"),
     "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
-    "forked-bytes": lambda: f"{float(row('save_load', row='scout-1024', tokens='8192')['fork_bytes']):.2f}×",
+    "forked-bytes": told(template="{fork_bytes:.2f}×", **SAVED),
     # docs/concepts.md and docs/papers.md
-    "papers-cosine": lambda: number(mean(rows("cpu_ratio_layers", row="recall-1.5"), "query_cosine")),
-    "papers-cosine-range": cosines,
-    "papers-overlap": lambda: percent(mean(rows("cpu_ratio_layers", row="recall-1.5"), "selection_overlap")),
-    "papers-cpu-ratio-never": partial(cpu_ratio, "never-1", 1),
-    **{
-        f"papers-{name}": lambda name=name: f"{cpu_ratio(name, 1)}, every {number(recall_interval(name) or 0)} steps"
-        for name in ("recall-1", "recall-1.5")
-    },
-    "papers-2wikimqa": wikimqa,
-    "papers-batch": lambda: times(batch_ms(32768, 4)[0] / batch_ms(32768, 4)[1]),
-    "papers-window-weight": window_weight,
-    "papers-heads-prose": partial(heads_share, "prose"),
-    "papers-heads-code": partial(heads_share, "code"),
-    "papers-normality": lambda: number(
-        min(float(one["quantile_correlation"]) for one in rows("attention_stats_scores")), 3
+    "papers-cosine": lambda: tell("{}", rows("cpu_ratio_layers", row="recall-1.5").query_cosine.mean()),
+    "papers-cosine-range": lambda: between(rows("cpu_ratio_layers", row="recall-1.5").query_cosine.dropna(), "{}"),
+    "papers-overlap": lambda: tell("{:.0%}", rows("cpu_ratio_layers", row="recall-1.5").selection_overlap.mean()),
+    "papers-cpu-ratio-never": lambda: tell("{share:.1%}", recalls().loc["never-1"]),
+    "papers-recall-1": lambda: tell("{share:.1%}, every {interval} steps", recalls().loc["recall-1"]),
+    "papers-recall-1.5": lambda: tell("{share:.1%}, every {interval} steps", recalls().loc["recall-1.5"]),
+    "papers-2wikimqa": told("longbench", "{score:.1f} ({name})", ", ", row=WIKI, task="2wikimqa"),
+    "papers-batch": lambda: tell("{}×", batches().dynamic[32768, 4] / batches().budget[32768, 4]),
+    "papers-window-weight": told(template="{weight:.0%} (layer {layer:.0f})", sep=", ", layer=[0, 15, 29], **WINDOW),
+    "papers-heads-prose": lambda: between(rows("attention_stats_heads", text="prose").share, "{:.1%}"),
+    "papers-heads-code": lambda: between(rows("attention_stats_heads", text="code").share, "{:.1%}"),
+    "papers-normality": lambda: tell("{:3}", rows("attention_stats_scores").quantile_correlation.min()),
+    "papers-steady": together(column="p50", template="{:.0f} ms a token; full attention {:.0f} ms", **STEADY),
+    "papers-steady-tail": together(column="p99_p50", template="{:.2f}; full attention {:.2f}", **STEADY),
+    "papers-attention-32k": told(LONG, "{attention:3} ms ({name})", ", ", row=LONG_ROWS),
+    "papers-needed": lambda: tell(
+        "{needed_16:.1%} (16), {needed_32:.1%} (32), {needed_128:.1%} (128)", trained().loc["0.1"]
     ),
-    "papers-steady": partial(steady, "p50", "{:.0f} ms a token; full attention {:.0f} ms"),
-    "papers-steady-tail": partial(steady, "p99_p50", "{:.2f}; full attention {:.2f}"),
-    "papers-attention-32k": attention_32k,
-    "papers-needed": needed_budgets,
-    "papers-streaming": lambda: percent(trained()["0.1"]["streaming_share"]),
-    **{
-        f"papers-ruler-{name}": lambda key=key: more_than_full(by_setting("ruler", task="average")[key])
-        for name, key in {"fluxion": ("fluxion", "tau=0.1"), "fixed": ("fixed_hybrid", "budget=0.05")}.items()
-    },
+    "papers-streaming": lambda: tell("{streaming_share:.0%}", trained().loc["0.1"]),
+    "papers-ruler-fluxion": lambda: tell(MORE, by_setting("ruler", task="average").loc["fluxion", "tau=0.1"]),
+    "papers-ruler-fixed": lambda: tell(MORE, by_setting("ruler", task="average").loc["fixed_hybrid", "budget=0.05"]),
     "papers-retrieval": retrieval,
-    "papers-mixed": mixed,
-    "papers-predictor-share": lambda: percent(row("context_attention_predict", context=8192)["predict_share"], 1),
+    "papers-mixed": told(template="{attention:3} ms", sep=" against ", context=["4096+512", "4096+4096"], **MIXED),
+    "papers-predictor-share": told("context_attention_predict", "{predict_share:.1%}", context=8192),
     "papers-tau": tau,
     # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
     "gpu-sources": partial(sources, "h[12]00/*.csv"),
     "gpu-defaults": gpu_defaults,
-    "gpu-h200": gpu_h200,
-    "gpu-first-token": lambda: number(row("h200/prompt", row="default")["first"], 2) + " s",
-    "gpu-busy": lambda: gpu_idle_time("busy"),
-    "gpu-between": lambda: gpu_idle_time("between"),
-    "gpu-chosen-before": lambda: " and ".join(
-        number(row("h200/decode", row="default-graph", context=context, batch=8)["p50"], 3)
-        for context in (32768, 65536)
-    ),
-    "gpu-filled": lambda: " and ".join(
-        number(row("h200/decode", row="full-resident-graph", batch=8, commit=commit)["fill_s"], 2) + " s"
-        for commit in ("81ec37f", "d172962")
-    ),
-    "gpu-stock-h200": lambda: number(row("h200/decode", row="dynamic")["p50"], 3) + " ms",
-    "gpu-pinning": lambda: " and ".join(
-        number(row("h200/pieces", variant=f"{pages}, pinning")["gb_per_s"], 2) for pages in ("ordinary", "huge")
-    ),
-    "gpu-full-h200": lambda: " and ".join(
-        number(row("h200/decode", row="full-resident-graph", batch=batch, commit="d172962")["p50"], 3)
-        for batch in (1, 8)
-    ),
-    "gpu-scout-h200": lambda: " and ".join(
-        number(row("h200/decode", row="scout-graph", context=context, batch=8, commit="d172962")["p50"], 3)
-        for context in (32768, 65536)
-    ),
-    "gpu-decode": gpu_table,
+    "gpu-h200": partial(gpu_table, "h200"),
+    "gpu-first-token": told("h200/prompt", "{first} s", row="default"),
+    "gpu-busy": partial(gpu_idle_time, busy=True),
+    "gpu-between": partial(gpu_idle_time, busy=False),
+    "gpu-chosen-before": told("h200/decode", "{p50:3}", row="default-graph", context=[32768, 65536], batch=8),
+    "gpu-filled": told("h200/decode", "{fill_s} s", row="full-resident-graph", batch=8, commit=["81ec37f", "d172962"]),
+    "gpu-stock-h200": told("h200/decode", "{p50:3} ms", row="dynamic"),
+    "gpu-pinning": told("h200/pieces", "{gb_per_s}", variant=["ordinary, pinning", "huge, pinning"]),
+    "gpu-full-h200": told(template="{p50:3}", row="full-resident-graph", batch=[1, 8], **H200),
+    "gpu-scout-h200": told(template="{p50:3}", row="scout-graph", context=[32768, 65536], batch=8, **H200),
+    "gpu-decode": partial(gpu_table, "h100"),
     "gpu-tests": gpu_tests,
     "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),
-    "gpu-steps": gpu_steps,
+    "gpu-steps": told("h100/decode", "{p50} ms", " beside ", row=["scout-graph", "full-resident-graph"], **ONE_ROW),
     "gpu-for-nothing": gpu_for_nothing,
     "gpu-dynamic": lambda: gpu_ratio("p50", gpu("dynamic", 65536), gpu("full-resident-graph", 65536)),
     "gpu-offloaded": lambda: gpu_ratio("p50", gpu("offloading", 32768, 8), gpu("scout-graph", 32768, 8)),
@@ -944,11 +769,39 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
     "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
     "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
-    "gpu-merge": gpu_merge,
-    "gpu-ablation": gpu_ablation,
-    "families-count": lambda: str(sum(one["status"].startswith("exact") for one in rows("families"))),
+    "gpu-merge": told("h100/kernels", "{p50} µs in place of {floor:1} µs", operation="merge_with_host", batch=1),
+    "gpu-ablation": lambda: tell("pre-computation {:.2f}×, recall {:.2f}×", *map(gpu_without, ("off", "no-recall"))),
+    "families-count": lambda: str(rows("families").status.str.startswith("exact").sum()),
 }
 """The text of each name."""
+
+
+COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
+
+
+def draw_quality(source: Path) -> None:
+    """Draw a CSV of quality.py beside it: KL against what a head reads, and against the time of a step.
+
+    A plot for each context; a curve for each method, and one for each form of the host's blocks.
+    """
+    from plotting import plot
+
+    frame = _read(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
+    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
+    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
+    frame["method"] = frame.method.str.replace("host_dtype=", "")
+    contexts, methods = frame.context.unique(), list(frame.method.unique())
+    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
+        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
+            for one, context in zip(row_of_axes, contexts, strict=True):
+                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
+                one.yaxis.set_major_formatter("{x:g}")
+                shown = frame[frame.context == context].dropna(subset=[cost])
+                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
+                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
+                    one.plot(mine[cost], mine.kl, "o-", color=color)
+                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
+                one.margins(x=0.15, y=0.1)
 
 
 def pages() -> list[Path]:
@@ -957,16 +810,12 @@ def pages() -> list[Path]:
 
 
 def write(text: str) -> str:
-    """A page with its figures made anew.
-
-    Raises:
-        ValueError: a figure of an unknown name.
-    """
+    """A page with its figures made anew."""
 
     def fill(mark: re.Match[str]) -> str:
         start, name, old, end = mark.groups()
         if name not in FIGURES:
-            raise ValueError(f"figure {name!r} is unknown; add a function for it to eval/figures.py")
+            raise ValueError(f"figure {name!r} is unknown; add it to eval/figures.py")
         made = FIGURES[name]()
         return f"{start}\n{made}\n{end}" if old.startswith("\n") else f"{start}{made}{end}"
 
@@ -978,6 +827,7 @@ def main(
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is out of date.")
     ] = False,
+    picture: Annotated[bool, typer.Option("--picture", help="Draw eval/results/quality.png anew, too.")] = False,
 ) -> None:
     """Write the measured numbers of README.md and docs/ from the CSVs."""
     stale = []
@@ -990,6 +840,8 @@ def main(
                 page.write_text(made, encoding="utf-8")
     if stale:
         print(("out of date: " if check else "wrote ") + ", ".join(map(str, stale)))
+    if picture:
+        draw_quality(RESULTS / "quality.csv")
     if check and stale:
         raise typer.Exit(1)
 

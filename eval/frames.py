@@ -68,16 +68,6 @@ class Counter:
         return len(self.files), changes, len(set(self.files))
 
 
-def make_model(context: int) -> PreTrainedModel:
-    """The model."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=576, intermediate_size=96, num_hidden_layers=4, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, max_position_embeddings=context + BLOCKS * BLOCK_SIZE,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-
-
 def kind_of(number: int, length: int) -> str:
     """The kind of a step: its number, and how many tokens were there before it."""
     if number < 2:
@@ -109,7 +99,12 @@ def main(
         for tier in tiers.split(",")
         if tier == "split" or row.options.get("lookahead") not in ("attend", "select")  # which need two memories
     ]
-    model = make_model(length)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=576, intermediate_size=96, num_hidden_layers=4, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, max_position_embeddings=length + BLOCKS * BLOCK_SIZE,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 150, (1, length + BLOCKS * BLOCK_SIZE))
     counter = Counter(model.model.layers[LAYER])
     records = []

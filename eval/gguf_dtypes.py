@@ -50,7 +50,7 @@ def main(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     source, packed = source_of(model)
     tokenizer = AutoTokenizer.from_pretrained(source, **packed)
-    ids = common.window(common.text_of("documentation"), tokenizer, 0, prompt + WARM_UP + steps)
+    ids = common.window(hf_offload.demo_text("documentation"), tokenizer, 0, prompt + WARM_UP + steps)
     rows = [(way, made, fast) for way, made in models_of(model).items() for fast in (False, True)]
     seconds: dict[tuple[str, bool], list[float]] = {(way, fast): [] for way, _, fast in rows}
     tokens: dict[tuple[str, bool], list[float]] = {key: [] for key in seconds}

@@ -6,42 +6,33 @@
 
 Parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
-- pieces: what a step's time is made of, each alone, microseconds. The merge with a host partial, whose kernel reads
-  pinned memory ("read"; "copied": a copy to the device goes before it), and replays of it whose partial the CPU changes
-  each time (`wrong` should be 0). The host's way through a replayed step of 36 layers, from its start to the end of
-  each: `mask`, `prepare`, `copies`, `launch`, `returned`, `done`. The launch of graphs of small kernels by `nodes` and
-  `forks`. Fetches by their number of programs, and 20 small kernels `alone` and `beside` one. CPU attention of 6.5 and
-  52 MB by threads, from pinned memory of ordinary and of huge pages, alone and beside fetches; the speed of pinning.
 - correctness: the tests of flags and of one graph; the others marked `gpu`; the tests of exactness with the model on
   the GPU, once more with every hand-over between CPU and GPU made late; CUDA graphs against eager steps. Of a row,
   `failed` should be 0.
 - decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `full-resident` has all of the
   context on the device and hands nothing over, `default` is a cache as it is by default, `chosen` the same with
   `dense=False`, `drawn` draws keys, `dynamic` and `offloading` are Transformers' own cache on the device and on the
-  host, `scout` and what is left out of it; milliseconds a step, tokens a second; which share of the time the
-  device computed (`busy`), waited for the CPU (`waiting`), recalled (`moving`) or had nothing to do (`gaps`); under a
-  profiler (`profiled`, milliseconds), whose times by kernel are in `step_kernels.csv`. `between` is the time in which
-  the device ran nothing in a step without a profiler, milliseconds. The chosen blocks follow a script
+  host, `scout` and what is left out of it; milliseconds a step, tokens a second. The chosen blocks follow a script
   (`eval/gpu/replay.py`), since those of a random model change nearly all in each step; the column `replay` says which.
   10 % of the blocks are not resident and a recall comes every 4 steps, or 20 % and every step.
 - prompt: seconds until the first token behind a prompt of random tokens, a new cache each time: `first` with memory
   that nobody has had yet, `second` after that.
+- pieces: what a step's time is made of, each alone, microseconds. The merge with a host partial, whose kernel reads
+  pinned memory, and replays of it whose partial the CPU changes each time (`wrong` should be 0). The host's way through
+  a replayed step of 36 layers, from its start to the end of each: `mask`, `prepare`, `copies`, `launch`, `returned`,
+  `done`. The speed of pinning ordinary and huge pages.
+- handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
+  that is nothing.
 - kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`: p20, p50 and p80 of the time
   on the device with cold caches; the time that its bytes alone would take (`floor`: at the speed of a large copy,
   measured in the same run) and their ratio; what a launch costs the host; the time within a CUDA graph. All in
-  microseconds. The aim for `paged_attention` is `of_floor` below 1.3. Of `add_one`, `in_graph` is what one more small
-  kernel costs a step.
-- trained: only with --model: `full-resident` and `scout` with these weights, behind a real text, at 32k; the model
-  chooses the blocks. Columns as in decode.
-- handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
-  that is nothing.
+  microseconds. Of `add_one`, `in_graph` is what one more small kernel costs a step.
 
 At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
 Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
 time for), `failed.txt` (why), `env.txt` (the machine), and all of it once more as an archive, `<out>.tar.gz`, after
-every part. At the end `aims.csv` sets what was measured, by this call or by earlier ones into the same folder, beside
-what the check aims at (`eval/gpu/aims.py`). A first call gets to what tells most; these get to the rest:
+every part. A first call gets to what tells most; these get to the rest:
 
     make gpu-check CHECK="--part correctness --out results"
     make gpu-check CHECK="--part decode --out results"
@@ -54,174 +45,101 @@ makes 2 of both.)
 
 from __future__ import annotations
 
-import functools
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
-from common import RESULTS, command, numbers, show
-from gpu import correctness, decoding, handoff, kernels, pieces, prompts, trained
-from gpu.aims import aims
+from common import RESULTS, command, environment, listed, show
+from gpu import correctness, decoding, handoff, kernels, pieces, prompts
 from gpu.model import SHOWN as COLUMNS
 from gpu.model import check as predict
 from gpu.options import Options
-from gpu.replay import parse
 from gpu.results import Results
-from gpu.supervise import Listener, here, supervise
+from gpu.supervise import here, supervise
 
 PARTS: dict[str, tuple[ModuleType, int]] = {  # and seconds of each, if there are nine minutes
     "correctness": (correctness, 230),
     "decode": (decoding, 200),
     "prompt": (prompts, 30),
     "pieces": (pieces, 60),
-    "trained": (trained, 120),
     "handoff": (handoff, 10),
     "kernels": (kernels, 30),
 }
-
-
-LASTING = ("correctness",)
-TOLD = (
-    ["nvidia-smi", "-q"], ["lscpu"], ["cat", "/proc/meminfo", "/sys/kernel/mm/transparent_hugepage/enabled"],
-    [sys.executable, "-m", "pip", "list"],
-)  # fmt: skip
+LASTING = "correctness"
 UNFINISHED = 75  # exit status
 
 
 def main(
     part: Annotated[str, typer.Option(help=f"{', '.join(PARTS)} or all; several, comma-separated.")] = "all",
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS / "gpu",
+    results: Annotated[Path, typer.Option("--out", help="Folder for the results.")] = RESULTS / "gpu",
     minutes: Annotated[float, typer.Option(min=0.1, help="Stop before so many are over.")] = 9.0,
-    quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False,
-    device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda",
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 36,
-    kv_gib: Annotated[
-        float | None, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device [all].")
-    ] = None,
-    host_gib: Annotated[
-        float | None,
-        typer.Option(
-            help="GiB of host memory that a row may take, for machines that get theirs bit by bit [4/5 of it]."
-        ),
-    ] = None,
-    contexts: Annotated[str | None, typer.Option(help="Tokens, comma-separated; k is 1,024 [32k,64k].")] = None,
-    batches: Annotated[str | None, typer.Option(help="Rows decoded at once, comma-separated [1,8,16].")] = None,
-    rows: Annotated[str, typer.Option(help=f"Of {', '.join(decoding.ROWS)}.")] = ",".join(decoding.DEFAULT_ROWS),
-    budget: Annotated[
-        int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")
-    ] = 2048,
-    replay: Annotated[
-        str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": the script by which all rows choose.')
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of trained weights, for one more part.")] = None,
-    steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32,
     commit: Annotated[str | None, typer.Option(help="The commit, where the sources are no git checkout.")] = None,
+    *,
+    options: Options,
 ) -> None:
     """Check and measure on a GPU."""
-    started = time.monotonic()
-    everything = [name for name in PARTS if name != "trained" or model is not None]
-    wanted = everything if part == "all" else [name.strip() for name in part.split(",")]
-    chosen = tuple(name.strip() for name in rows.split(","))
-    for given, allowed in ((wanted, tuple(PARTS)), (chosen, decoding.ROWS)):
-        if unknown := [name for name in given if name not in allowed]:
-            raise typer.BadParameter(f"unknown: {', '.join(unknown)}; choose among {', '.join(allowed)}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter(f"device={device!r}: torch finds no CUDA device here; --device cpu tries the script")
-    if "trained" in wanted and model is None:
-        raise typer.BadParameter("the part trained needs --model")
-    if replay is not None:
-        try:
-            parse(replay)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    options = Options(
-        device, quick, min(layers, 2) if quick else layers, kv_gib,
-        tuple(numbers(contexts)) if contexts else ((256,) if quick else decoding.CONTEXTS),
-        tuple(numbers(batches)) if batches else ((2,) if quick else decoding.BATCHES),
-        chosen, min(budget, 64) if quick else budget, replay, min(steps, 4) if quick else steps,
-        host_gib, model,
-    )  # fmt: skip
-    results = Results(out, commit, wanted, LASTING)
-    (out / "env.txt").write_text(machine(), encoding="utf-8")
+    started, options = time.monotonic(), options.made_tiny()
+    wanted = list(PARTS) if part == "all" else listed(part, PARTS, "--part")
+    if options.on_gpu and not torch.cuda.is_available():
+        raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
+    out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
+    out.begin([*wanted, "model"], [LASTING])
+    (results / "env.txt").write_text(machine(), encoding="utf-8")
     deadline, bad = started + 60 * minutes, False
     for place, name in enumerate(wanted):
         left = sum(PARTS[other][1] for other in wanted[place:])
-        seconds = (deadline - time.monotonic() - 5) * PARTS[name][1] / left
-        bad |= run_part(name, options, results, seconds)
-        results.pack()
-    measured = aims(results.table if options.on_gpu else lambda name: [])  # what a CPU takes says nothing of them
-    for row in measured:
-        results.add("aims", row)
-    predicted = predict(results.table) if options.on_gpu else []
-    for row in predicted:
-        results.add("model", row)
-    results.pack()
-    show("aims", measured)
-    if predicted:
+        bad |= run_part(name, options, out, (deadline - time.monotonic() - 5) * PARTS[name][1] / left)
+        out.pack()
+    if options.on_gpu:  # what a CPU takes says nothing of a model of GPUs
+        predicted = predict(out.table)
+        out.add("model", *predicted)
         show("milliseconds a step", predicted, COLUMNS)
-    print(f"results are in {out}; {time.monotonic() - started:.0f} s", flush=True)
-    if bad or not all(map(results.complete, set(wanted) & set(LASTING))):
-        raise typer.Exit(1 if bad else UNFINISHED)
+        out.pack()
+    print(f"results are in {results}; {time.monotonic() - started:.0f} s", flush=True)
+    if bad:
+        raise typer.Exit(1)
+    if LASTING in wanted and set(out.cases(LASTING).values()) != {"done"}:
+        raise typer.Exit(UNFINISHED)
 
 
 def machine() -> str:
     """What the results do not say of the machine: what its own tools tell, as far as it has them."""
     texts = []
-    for call in TOLD:
+    for call in ("nvidia-smi -q", "lscpu", "cat /proc/meminfo", f"{sys.executable} -m pip list"):
         try:
-            done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=30)
+            done = subprocess.run(call.split(), capture_output=True, text=True, check=False, timeout=30)
             text = done.stdout + done.stderr
         except (OSError, subprocess.TimeoutExpired) as reason:
             text = f"{reason}\n"
-        texts.append(f"=== {' '.join(call[-2:])}\n{text}\n")
+        texts.append(f"=== {call}\n{text}\n")
     return "".join(texts)
 
 
 def run_part(part: str, options: Options, results: Results, seconds: float) -> bool:
     """Run one part and print its results; returns whether anything failed."""
-    module = PARTS[part][0]
-    failures: list[str] = []
-
-    def on_row(row: dict[str, Any]) -> None:
-        kernels = row.pop("kernels", ())
-        results.add(part, row)
-        for kernel in kernels:
-            results.add("step_kernels", {key: row[key] for key in ("context", "batch", "row", "replay")} | kernel)
-
-    def on_end(case: str, status: str, note: str, spent: float) -> None:
-        last = note.strip().splitlines()[-1] if note.strip() else ""
-        results.add("cases", {"part": part, "case": case, "status": status, "seconds": spent, "note": last[:200]})
-        print(f"{part}: {case}: {status} ({spent:.1f} s) {last[:200]}", flush=True)
-        if status in ("failed", "cut off"):
-            results.failed(part, case, note)
-        if status == "failed":
-            failures.append(case)
-
-    todo = [name for name in module.names(options) if (part, name) not in results.done]
-    listener = Listener(todo, on_row, on_end)
-    run = here if options.quick else supervise
-    run(functools.partial(module.run, options), listener, seconds)
-    if listener.broken is not None:
-        results.failed(part, "outside of its cases", listener.broken)
-        print(f"{part}: {listener.broken}", flush=True)
-        failures.append(part)
-    for case in listener.names:
-        results.add("cases", {"part": part, "case": case, "status": "not done"})
-    if listener.names:
-        print(f"{part}: not done, time was up: {len(listener.names)} cases, {listener.names[0]} the first", flush=True)
-    rows = results.rows.get(part, [])
-    if rows:
-        shown = getattr(module, "SHOWN", list(dict.fromkeys(key for row in rows for key in row)))
-        show(part, [{key: row.get(key) for key in shown} for row in rows])
-        sys.stdout.flush()
-    return bool(failures)
+    module, failed = PARTS[part][0], False
+    cases = module.cases(options)
+    if options.quick:
+        here(part, cases, results, seconds)
+    else:
+        try:
+            supervise(part, module, options, results, seconds)
+        except RuntimeError as error:
+            failed = True
+            print(error, flush=True)
+    told = results.cases(part)
+    for name in cases.keys() - told.keys():
+        results.case(part, name, "not done")
+    if rows := results.table(part):
+        show(part, rows, getattr(module, "SHOWN", None))
+    return failed or "failed" in told.values()
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attent
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface, Cache, PreTrainedModel
 
 import common
-from hf_offload.blocks.block_store import KEEP_TOKENS
-from hf_offload.cache.layer import HybridLayer
+from hf_offload.blocks.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.model.hooks import hybrid_layers
 
@@ -49,14 +48,11 @@ class Watch:
         """The same function, with some of the stopwatches running inside."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            common.synchronize()
-            start = time.perf_counter()
-            try:
-                return work(*args, **kwargs)
-            finally:
-                common.synchronize()
-                for name in names:
-                    self.seconds[name] += time.perf_counter() - start
+            with common.clock() as spent:
+                result = work(*args, **kwargs)
+            for name in names:
+                self.seconds[name] += spent[0]
+            return result
 
         return run
 
@@ -68,7 +64,7 @@ class Watch:
 
         def run_parts(sequence: LaunchSequence) -> None:
             if sequence not in parts:
-                groups = [(names, list(launches)) for names, launches in groupby(sequence.launches, self._names_of)]
+                groups = [(names, list(launches)) for names, launches in groupby(sequence.launches, _names_of)]
                 parts[sequence] = [
                     (self.timed(run, *names), LaunchSequence(launches) if groups[1:] else sequence)
                     for names, launches in groups
@@ -77,30 +73,36 @@ class Watch:
                 work(part)
 
         AttentionInterface.register(name, self.timed(attend, "attention"))
-        LaunchSequence.run = run_parts  # type: ignore[method-assign]
-        cache.update = self.timed(cache.update, "attention")  # type: ignore[method-assign]
+        update = mock.patch.object(cache, "update", self.timed(cache.update, "attention"))
         try:
-            yield
+            with mock.patch.object(LaunchSequence, "run", run_parts), update:
+                yield
         finally:
             AttentionInterface.register(name, attend)
-            LaunchSequence.run = run  # type: ignore[method-assign]
-            del cache.update  # the class's own is behind it
-
-    @staticmethod
-    def _names_of(launch: Launch) -> tuple[str, ...]:
-        if not launch.label.startswith(RETRIEVAL):
-            return ("kernels",)
-        return ("kernels", "retrieval", *(("predict",) if launch.label.startswith(PREDICT) else ()))
 
 
-def layers_of(cache: Any) -> list[HybridLayer]:
-    """The layers of a cache that hold blocks."""
-    return [layer for layer in hybrid_layers(cache) if layer.store is not None]
+def _names_of(launch: Launch) -> tuple[str, ...]:
+    if not launch.label.startswith(RETRIEVAL):
+        return ("kernels",)
+    return ("kernels", "retrieval", *(("predict",) if launch.label.startswith(PREDICT) else ()))
+
+
+def token_bytes(model: PreTrainedModel, layers: int) -> int:
+    """Bytes of one token's keys and values in so many layers, by the model's config and dtype."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * layers * heads * size * model.dtype.itemsize)
+
+
+def stores_of(cache: Any) -> list[BlockStore]:
+    """The blocks of a cache's layers that hold some."""
+    return [layer.store for layer in hybrid_layers(cache) if layer.store is not None]
 
 
 def stored_tokens(cache: Cache, attended: float) -> float:
     """So many attended tokens as unpacked ones of the same bytes: older blocks may be packed (`host_dtype`)."""
-    stores = [layer.store for layer in layers_of(cache) if layer.store is not None and layer.store.format.packs]
+    stores = [store for store in stores_of(cache) if store.format.packs]
     if not stores:
         return attended
     newest = min(attended, KEEP_TOKENS)
@@ -109,11 +111,7 @@ def stored_tokens(cache: Cache, attended: float) -> float:
 
 def digest_bytes(cache: Any) -> int:
     """Bytes of the digests of a row's full blocks, which a step scores."""
-    return sum(
-        layer.store.sealed * layer.store.digests.block_bytes
-        for layer in layers_of(cache)
-        if layer.store is not None and layer.store.digests is not None
-    )
+    return sum(store.sealed * store.digests.block_bytes for store in stores_of(cache) if store.digests is not None)
 
 
 def used_bytes(caches: Iterable[Any]) -> int:
@@ -131,4 +129,4 @@ def slab_bytes(caches: Iterable[Any]) -> int:
 
 
 def _pools(caches: Iterable[Any]) -> list[Any]:
-    return list({id(layer.store.pool): layer.store.pool for cache in caches for layer in layers_of(cache)}.values())
+    return list({id(store.pool): store.pool for cache in caches for store in stores_of(cache)}.values())

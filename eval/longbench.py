@@ -78,18 +78,11 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
         def score(answer: str, doc: dict[str, Any] = doc) -> float:
             return 100 * float(source.process_results(doc, [answer])["score"])
 
-        found.append(
-            Sample(
-                task=task,
-                name=str(doc.get("_id", number)),
-                prompt=prompt,
-                question=prompt.rpartition(doc["context"])[2] if doc["context"] else prompt,
-                new_tokens=limits["max_gen_toks"],
-                score=score,
-                until=tuple(limits["until"]),
-                chat=task not in BARE,
-            )
-        )
+        found.append(Sample(
+            task=task, name=str(doc.get("_id", number)), prompt=prompt,
+            question=prompt.rpartition(doc["context"])[2] if doc["context"] else prompt,
+            new_tokens=limits["max_gen_toks"], score=score, until=tuple(limits["until"]), chat=task not in BARE,
+        ))  # fmt: skip
     return found
 
 

@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +38,7 @@ from transformers import AutoTokenizer, DynamicCache, StaticCache
 import common
 import hf_offload
 from hf_offload.tools.assets import find_smollm2, source_of
+from hf_offload.tools.measuring import divergence
 from plotting import lines, plot
 
 OURS, STOCK, DYNAMIC, STATIC = "hf_offload", "hf_offload with stock layers", "DynamicCache", "StaticCache"
@@ -50,25 +50,12 @@ _before = 0
 """In the process of a way: what serves, and the bytes of memory before it was made."""
 
 
-@dataclass(frozen=True)
-class Settings(common.Setting):
-    """What all ways share."""
-
-    gguf: str | None = None
-    budget: int | None = None
-
-    @property
-    def knobs(self) -> dict[str, int]:
-        """Of policy scout."""
-        return {} if self.budget is None else {"budget": self.budget}
-
-
 class WithTransformers:
     """A model of Transformers with one kind of cache."""
 
-    def __init__(self, way: str, settings: Settings) -> None:
-        self.way, self.knobs = way, settings.knobs
-        self.model, _ = settings.load()
+    def __init__(self, way: str, setting: common.Setting, gguf: str | None, budget: int | None) -> None:
+        self.way, self.knobs = way, {} if budget is None else {"budget": budget}
+        self.model, _ = setting.load()
         self.model.set_attn_implementation("hybrid_sparse" if way in (OURS, STOCK) else "sdpa")
         if way == OURS and self.model.device.type == "cpu":
             hf_offload.fast_linear(self.model)
@@ -78,9 +65,14 @@ class WithTransformers:
         """Read a prompt `[N]` into a new cache with room for more tokens; returns seconds."""
         del self.cache
         gc.collect()
-        prompt = torch.from_numpy(ids)[None].to(self.model.device)
+        prompt, config = torch.from_numpy(ids)[None].to(self.model.device), self.model.config
         with torch.inference_mode(), common.clock() as seconds:
-            self.cache = self._make_cache(len(ids) + room)
+            if self.way in (OURS, STOCK):
+                self.cache = hf_offload.HybridCache(self.model, "scout", **self.knobs)
+            elif self.way == STATIC:
+                self.cache = StaticCache(config=config, max_cache_len=len(ids) + room)
+            else:
+                self.cache = DynamicCache(config=config, offloading=self.way == OFFLOADING)
             self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
         return seconds[0]
 
@@ -91,20 +83,12 @@ class WithTransformers:
             times, logits = common.decode(self.model, self.cache, ids)
         return times, logits[:, 0].float().cpu().numpy()
 
-    def _make_cache(self, length: int) -> Any:
-        if self.way in (OURS, STOCK):
-            return hf_offload.HybridCache(self.model, "scout", **self.knobs)
-        if self.way == STATIC:
-            return StaticCache(config=self.model.config, max_cache_len=length)
-        return DynamicCache(config=self.model.config, offloading=self.way == OFFLOADING)
-
 
 class WithLlama:
     """llama.cpp with flash attention."""
 
-    def __init__(self, way: str, settings: Settings) -> None:
-        self.file = settings.gguf
-        self.threads = settings.threads or torch.get_num_threads()
+    def __init__(self, way: str, setting: common.Setting, gguf: str | None, budget: int | None) -> None:
+        self.file, self.threads = gguf, setting.threads or torch.get_num_threads()
         self.llama: Any = None
 
     def prefill(self, ids: np.ndarray, room: int) -> float:
@@ -136,16 +120,12 @@ class WithLlama:
         return times, np.stack(logits)
 
 
-def begin(way: str, settings: Settings) -> None:
-    """Make this process that of one way.
-
-    Raises:
-        RuntimeError: the way cannot be made; says which one.
-    """
+def begin(way: str, *how: Any) -> None:
+    """Make this process that of one way."""
     global _serving, _before
     _before = common.resident_bytes()
     try:
-        _serving = (WithLlama if way == LLAMA else WithTransformers)(way, settings)
+        _serving = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
     except Exception as error:
         raise RuntimeError(f"{way}: {error!r}") from None
 
@@ -160,19 +140,15 @@ def serve(method: str, *arguments: Any) -> tuple[Any, int]:
 class Process:
     """A way in a process of its own."""
 
-    def __init__(self, way: str, settings: Settings) -> None:
+    def __init__(self, way: str, *how: Any) -> None:
         self.way, self.peak = way, 0
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self._pool.submit(begin, way, settings).result()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self.pool.submit(begin, way, *how).result()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Let the way run a method; returns its result."""
-        result, self.peak = self._pool.submit(serve, method, *arguments).result()
+        result, self.peak = self.pool.submit(serve, method, *arguments).result()
         return result
-
-    def close(self) -> None:
-        """End the process."""
-        self._pool.shutdown()
 
 
 def write_bfloat16(source: Path, target: Path) -> None:
@@ -199,23 +175,12 @@ def write_bfloat16(source: Path, target: Path) -> None:
     writer.close()
 
 
-def mean_kl(full: np.ndarray, other: np.ndarray) -> float:
-    """KL divergence in nats of other logits `[N, V]` from full attention's, mean over the N steps."""
-    p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (full, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
-
-
 def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Draw milliseconds a token and seconds to the first token over the context length."""
     plt.rcParams["svg.hashsalt"] = "peers"
     contexts = sorted({record["context"] for record in records})
-    styles = {
-        OURS: ("#d1495b", "o", 2.6),
-        STOCK: ("#e8a0a8", "o", 1.4),
-        DYNAMIC: ("#33658a", "s", 1.4),
-        STATIC: ("#86bbd8", "^", 1.4),
-    }
-    styles |= {OFFLOADING: ("#758e4f", "v", 1.4), LLAMA: ("#5a5a5a", "D", 1.4)}
+    styles = {OURS: ("#d1495b", "o", 2.6), STOCK: ("#e8a0a8", "o", 1.4), DYNAMIC: ("#33658a", "s", 1.4)}
+    styles |= {STATIC: ("#86bbd8", "^", 1.4), OFFLOADING: ("#758e4f", "v", 1.4), LLAMA: ("#5a5a5a", "D", 1.4)}
     titles = {"p50": "ms a token", "prefill_s": "seconds to the first token"}
     with plot(path, 1, 2, figsize=(9, 3.4)) as panels:
         for axes, (column, title) in zip(panels, titles.items(), strict=True):
@@ -245,33 +210,27 @@ def measure(
     processes: list[Process], ids: np.ndarray, length: int, rounds: int, steps: int, bar: tqdm[Any]
 ) -> list[dict[str, Any]]:
     """Let every way read the first `length` tokens and then decode what follows, in turns; returns a row a way."""
-    each = WARM_UP + steps
-    seconds, peaks = {}, {}
+    each, found = WARM_UP + steps, []
     for process in processes:
         bar.set_description(f"{length:,} tokens: {process.way} reads the prompt")
-        seconds[process.way] = process.call("prefill", ids[:length], rounds * each)
+        seconds = process.call("prefill", ids[:length], rounds * each)
+        found.append({"way": process.way, "context": length, "prefill_s": seconds})
         bar.update()
     times: dict[str, list[float]] = {process.way: [] for process in processes}
     logits: dict[str, list[np.ndarray]] = {process.way: [] for process in processes}
     for turn, process in common.in_turns(processes, rounds):
         bar.set_description(f"{length:,} tokens: {process.way} decodes")
-        found, values = process.call("decode", ids[length + turn * each : length + (turn + 1) * each].tolist())
-        times[process.way] += found[WARM_UP:]
+        part = ids[length + turn * each : length + (turn + 1) * each]
+        milliseconds, values = process.call("decode", part.tolist())
+        times[process.way] += milliseconds[WARM_UP:]
         logits[process.way].append(values)
-        peaks[process.way] = process.peak
         bar.update()
-    full = np.concatenate(logits[DYNAMIC]) if DYNAMIC in logits else None
-    return [
-        {
-            "way": process.way,
-            "context": length,
-            "prefill_s": seconds[process.way],
-            **common.percentiles(times[process.way]),
-            "peak_mib": peaks[process.way] / 2**20,
-            "kl": None if full is None else mean_kl(full, np.concatenate(logits[process.way])),
-        }
-        for process in processes
-    ]
+    logprobs = {way: torch.from_numpy(np.concatenate(x)).double().log_softmax(-1) for way, x in logits.items()}
+    for row, process in zip(found, processes, strict=True):
+        kl = divergence(logprobs[process.way], logprobs[DYNAMIC])[0].mean() if DYNAMIC in logprobs else None
+        row |= common.percentiles(times[process.way]) | {"peak_mib": process.peak / 2**20}
+        row["kl"] = None if kl is None else float(kl)
+    return found
 
 
 def main(
@@ -300,13 +259,12 @@ def main(
         if gguf is None and LLAMA in chosen:
             gguf = Path(folder) / "bfloat16.gguf"
             write_bfloat16(find_smollm2(), gguf)
-        settings = Settings(**vars(setting), gguf=None if gguf is None else str(gguf), budget=budget)
         tokens = lengths[-1] + rounds * (WARM_UP + steps)
-        ids = common.window(common.text_of("code"), tokenizer_of(setting.model), 0, tokens)[0].numpy()
+        ids = common.window(hf_offload.demo_text("code"), tokenizer_of(setting.model), 0, tokens)[0].numpy()
         records: list[dict[str, Any]] = []
         with tqdm(total=(len(lengths) + 1) * len(chosen) * (1 + rounds)) as bar:
             bar.set_description("loading the model for each way")
-            processes = [Process(way, settings) for way in chosen]
+            processes = [Process(way, setting, gguf and str(gguf), budget) for way in chosen]
             # Kernels are compiled when they first run; a context beyond the budget needs all of them.
             measure(processes, ids, min((budget or 1024) + 512, lengths[-1]), rounds, steps, bar)
             for length in lengths:
@@ -314,7 +272,7 @@ def main(
                 records += [row | {"policy": policy, "steps": steps * rounds} for row in found]
                 setting.write(records)
             for process in processes:
-                process.close()
+                process.pool.shutdown()
     if picture is not None:
         draw(records, picture)
     columns = ("way", "context", "prefill_s", "p20", "p50", "p80", "peak_mib", "kl")

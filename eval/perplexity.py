@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -31,7 +30,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import common
-from plotting import plot
 
 BLOCK_SIZE = 32
 
@@ -79,44 +77,27 @@ def decode(model: PreTrainedModel, row: common.Row, ids: torch.Tensor) -> tuple[
 def told(nll: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
     """Perplexity and its difference to full attention's, in nats a token, of losses `[sequences, T]` on one text."""
     less, perplexity = nll - full, float(nll.mean().exp())
+
+    def error(values: torch.Tensor) -> float:
+        """Standard error of the mean of independent values."""
+        return float(values.std() / values.numel() ** 0.5)
+
     return {
-        "perplexity": perplexity, "perplexity_se": perplexity * standard_error(nll),
-        "perplexity_full": float(full.mean().exp()), "nll_more": float(less.mean()),
-        "nll_more_se": standard_error(less), "tokens": nll.shape[1], "sequences": len(nll),
+        "perplexity": perplexity, "perplexity_se": perplexity * error(nll),
+        "perplexity_full": float(full.mean().exp()), "nll_more": float(less.mean()), "nll_more_se": error(less),
+        "tokens": nll.shape[1], "sequences": len(nll),
     }  # fmt: skip
 
 
-def standard_error(values: torch.Tensor) -> float:
-    """Of the mean of independent values."""
-    return float(values.std() / values.numel() ** 0.5)
-
-
-def table_one(records: list[dict[str, Any]], kind: str) -> list[dict[str, str]]:
-    """The grid of a kind as in the paper: a line a ratio, a column a β; perplexity and what it is more than full's."""
-    grid = [r for r in records if r["kind"] == kind and r.get("beta") is not None]
-    betas = sorted({r["beta"] for r in grid})
-    lines: dict[float, dict[str, str]] = {}
-    for r in grid:
-        more, error = r["perplexity"] - r["perplexity_full"], r["perplexity"] * r["nll_more_se"]
-        cell = f"{r['perplexity']:.2f} ({more:+.3f} ± {error:.3f})"
-        none = {"GPU ratio": f"{r['ratio']:g}"} | dict.fromkeys((f"β = {beta:g}" for beta in betas), "–")
-        lines.setdefault(r["ratio"], none)[f"β = {r['beta']:g}"] = cell
-    return list(lines.values())
-
-
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw what each row's perplexity is more than full attention's, with standard errors."""
-    rows = list(dict.fromkeys(r["row"] for r in records))
-    with plot(path, figsize=(8, 0.35 * len(rows) + 1.5)) as axes:
-        for number, kind in enumerate(kinds := list(dict.fromkeys(r["kind"] for r in records))):
-            mine = [r for r in records if r["kind"] == kind]
-            more, errors = [100 * math.expm1(r["nll_more"]) for r in mine], [100 * r["nll_more_se"] for r in mine]
-            places = [rows.index(r["row"]) + 0.15 * (number - (len(kinds) - 1) / 2) for r in mine]
-            axes.errorbar(more, places, xerr=errors, fmt="o", capsize=3, label=kind)
-        axes.axvline(0, color="gray", linewidth=1)
-        axes.set(xlabel="perplexity, % more than full attention's", yticks=range(len(rows)), yticklabels=rows)
-        axes.invert_yaxis()
-        axes.legend()
+def shares(text: str) -> list[float]:
+    """Parse a comma-separated list of positive numbers."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < value < float("inf") for value in found):
+        raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 0.25,1")
+    return found
 
 
 def main(
@@ -136,7 +117,7 @@ def main(
     """Measure the perplexity of texts that are decoded token by token."""
     kinds = common.kinds_of(texts)
     learns = {name: value for name, value in (("alpha", alpha), ("steps", steps), ("tier", tier)) if value is not None}
-    chosen = common.rows_of(rows, tier, known=grid(tokens, common.decimals(ratios), common.decimals(betas), learns))
+    chosen = common.rows_of(rows, tier, known=grid(tokens, shares(ratios), shares(betas), learns))
     about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "learns": learns, "prose": setting.source}
     progress = setting.records(("row", "kind"), chosen, **about)
     model, tokenizer = setting.load()
@@ -157,15 +138,9 @@ def main(
                     progress.add({"row": row.name, "kind": kind} | knobs | told(nll[place], full[place]) | facts)
             records += [progress.found[row.name, kind] for kind in kinds]
             setting.write(records)
-    draw(records[len(kinds) :], setting.beside(".png"))
     progress.remove()
-    columns = ("row", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")
-    for kind in kinds:
-        of_kind = [r for r in records if r["kind"] == kind]
-        common.show(f"{kind}: nats a token more than full attention", of_kind, columns)
-        if table := table_one(records, kind):
-            title = f"{kind}: perplexity (more than full attention's {of_kind[0]['perplexity']:.2f})"
-            print(f"{title}\n\n{common.markdown(table)}")
+    columns = ("row", "kind", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")
+    common.show("nats a token more than full attention", records, columns)
 
 
 if __name__ == "__main__":

@@ -28,19 +28,8 @@ def plot(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterato
     print(f"wrote {path}")
 
 
-def lines(
-    axes: Any,
-    records: Sequence[Mapping[str, Any]],
-    x: str,
-    y: str,
-    by: str = "row",
-    band: Sequence[str] = (),
-    **style: Any,
-) -> None:
-    """Draw a line for each value of `by`, with a band between two more columns."""
+def lines(axes: Any, records: Sequence[Mapping[str, Any]], x: str, y: str, by: str = "row", **style: Any) -> None:
+    """Draw a line for each value of `by`."""
     for name in dict.fromkeys(record[by] for record in records):
         mine = [record for record in records if record[by] == name]
-        xs = [record[x] for record in mine]
-        axes.plot(xs, [record[y] for record in mine], label=name, **{"marker": "o"} | style)
-        if band:
-            axes.fill_between(xs, *([record[column] for record in mine] for column in band), alpha=0.2)
+        axes.plot([r[x] for r in mine], [r[y] for r in mine], label=name, **{"marker": "o"} | style)

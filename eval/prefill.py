@@ -16,7 +16,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,9 +28,6 @@ import hf_offload
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
 from hf_offload.model.hooks import cache_argument
-from plotting import lines, plot
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -62,8 +58,8 @@ def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dty
 def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
     """One record a way."""
     heads, kv_heads, dim = shape
-    ways = attention(heads, kv_heads, dim, length, DTYPES[dtype])
-    work = {"matmul": 2 * heads * dim * length**2}  # of the causal half two products
+    ways = attention(heads, kv_heads, dim, length, common.DTYPES[dtype])
+    work = 2 * heads * dim * length**2  # of the causal half two products; the matrix product has one, of all
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for call in ways.values():
         call()
@@ -74,16 +70,10 @@ def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds:
     records = []
     for way, found in seconds.items():
         spread = common.percentiles(found)
-        rate = work.get(way, 2 * heads * dim * length**2) / spread["p50"] / 1e9
-        records.append({
-            "way": way, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype, **spread,
-            "gflops": rate,
-        })  # fmt: skip
-    whole = {record["way"]: record["gflops"] for record in records}
-    return [
-        record | {"of_torch": record["gflops"] / whole["torch"], "of_matmul": record["gflops"] / whole["matmul"]}
-        for record in records
-    ]
+        facts = {"way": way, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype}
+        records.append({**facts, **spread, "gflops": work / spread["p50"] / 1e9})
+    _, torchs, product = (record["gflops"] for record in records)
+    return [r | {"of_torch": r["gflops"] / torchs, "of_matmul": r["gflops"] / product} for r in records]
 
 
 def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
@@ -117,48 +107,30 @@ def main(
         torch.set_num_threads(setting.threads)
     records: list[dict[str, Any]] = []
     for shape in shapes.split(","):
-        sizes = tuple(int(size) for size in shape.split("x"))
-        for dtype in dtypes.split(","):
+        heads, kv_heads, dim = map(int, shape.split("x"))
+        for dtype in common.listed(dtypes, common.DTYPES, "dtypes"):
             for length in common.numbers(lengths):
-                records += time_attention(sizes, length, dtype, rounds)  # type: ignore[arg-type]
+                records += time_attention((heads, kv_heads, dim), length, dtype, rounds)
     common.write_csv(setting.out, records)
     common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
-    draw(records, setting.beside(".png"))
     if not contexts:
         return
     model, tokenizer = setting.load()
     prompts: list[dict[str, Any]] = []
-    ways = "hf_offload", "DynamicCache"
     for context in common.numbers(contexts):
         ids = setting.window(tokenizer, "code", 0, context)
-        read(model, ways[0], ids[:, :600], 0)  # compiles
-        rows = [(way, chunk) for chunk in common.numbers(chunks) if chunk < context for way in ways]
+        read(model, "hf_offload", ids[:, :600], 0)  # compiles
+        each = [chunk for chunk in common.numbers(chunks) if chunk < context]
+        rows = [(way, chunk) for chunk in each for way in ("hf_offload", "DynamicCache")]
         found: dict[Any, list[tuple[float, float]]] = {row: [] for row in rows}
         for _, row in common.in_turns(rows, max(rounds // 2, 1)):
             found[row].append(read(model, row[0], ids, row[1]))
-        for (way, chunk), each in found.items():
-            seconds, peaks = zip(*each, strict=True)
-            peak = statistics.median(peaks)
-            prompts.append({
-                "way": way, "context": context, "chunk": chunk, **common.percentiles(seconds), "peak_mib": peak,
-            })  # fmt: skip
+        for (way, chunk), times in found.items():
+            seconds, peaks = zip(*times, strict=True)
+            told = {"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds)}
+            prompts.append(told | {"peak_mib": statistics.median(peaks)})
     setting.write(prompts, "_prompts")
     common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
-
-
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """GFLOP/s by length, a plot for each shape and dtype; a line a way."""
-    shapes = list(dict.fromkeys((record["heads"], record["dim"]) for record in records))
-    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
-    figure = {"figsize": (4 * len(dtypes), 3 * len(shapes)), "squeeze": False, "sharex": True, "sharey": True}
-    with plot(path, len(shapes), len(dtypes), **figure) as axes:
-        for (heads, dim), row in zip(shapes, axes, strict=True):
-            for dtype, one in zip(dtypes, row, strict=True):
-                mine = [r for r in records if (r["heads"], r["dim"], r["dtype"]) == (heads, dim, dtype)]
-                lines(one, mine, "length", "gflops", by="way")
-                one.set(title=f"{dtype}, {heads} heads of {dim}", xlabel="tokens", xscale="log", ylim=(0, None))
-        axes[0, 0].set(ylabel="GFLOP/s")
-        axes[0, 0].legend(fontsize="small")
 
 
 if __name__ == "__main__":

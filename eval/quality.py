@@ -1,58 +1,67 @@
-"""What does each policy and budget lose against full attention, and what does it cost: which is the best choice where?
+"""What does each policy and budget lose against full attention, and what does it cost?
 
     python eval/quality.py
-    python eval/quality.py --rows budgets --contexts 2k,6k --kinds prose --windows 1 --prose novel.txt
-    python eval/quality.py --row scout:samples=512 --kinds prose,table8,table16 --noise 1e-7 --noise-seed 2
-    python eval/quality.py --row scout:budget=1024,block_size=16 --row scout:samples=512 --contexts 32k --read 6k
+    python eval/quality.py --rows budgets --contexts 2k,6k --kinds prose --prose novel.txt
+    python eval/quality.py --ask needle --limit 8 --row full --row scout:budget=512
+    python eval/quality.py --ask extraction --row scout:samples=512 --records 200 --limit 8
+    python eval/quality.py --ask second-turn --rows hgca-0.1,hgca-0.1-once
+    python eval/quality.py --ask error --row scout:samples=128 --row scout:samples=512
 
-Full attention reads a window of real text; every row takes that over (`hgca` and others that learn from a prompt read
-it themselves) and is fed what follows, token by token, as if it had been generated: KL(full‖row) and how often the most
-likely token is the same. With `--read` longer contexts repeat a shorter text (see `context_attention.py`). Beside that
-stands what a step costs:
+Full attention reads a text; every row takes that over (`hgca` and others that learn from a prompt read it themselves)
+and is fed what follows, token by token.
 
-read    KiB of keys, values and digests that a KV head of a layer reads, by arithmetic
-host    MiB that a step reads in host memory: what the CPU attends, what is brought to the device, digests there
-device  MiB of keys, values and digests in the device's memory
-ms      median of a step
+text: what follows in a real text. `kl` is KL(full‖row), `top1` how often the most likely token is the same. Beside that
+stands what a step costs: `read`, KiB of keys, values and digests that a KV head of a layer reads, by arithmetic;
+`host`, MiB that a step reads in host memory; `device`, MiB of keys, values and digests in the device's memory; `ms`,
+median of a step. `attended` is the mean number of tokens that a row and KV head attends, where keys are drawn; `found`,
+with `--needles`, the share of hidden numbers that full attention finds and the row, too. Without a GPU `host` and
+`device` come from two memories on the CPU (`tier="split"`), as `kl_split` does, and all else from one memory. The rows
+`methods` are some of each method, `variants` those of ScoutAttention (a layer ahead, int8, the paper's form), `budgets`
+many of each policy.
 
-`attended` is the mean number of tokens that a row and KV head attends, where keys are drawn. With `--needles` stands
-`found` beside it, the share of hidden numbers: of those that full attention finds (see `needle.py`).
+needle: 7-digit numbers at a random depth of a random stretch of a text. A kind of text is a task; scores, differences
+and resuming are those of longbench.py; a found number scores 100.
 
-Without a GPU `host` and `device` come from two memories on the CPU (`tier="split"`), as `kl_split` does, and all else
-from one memory, where a row allows that and `--tier` asks for no other. A row is on the front of a cost if none is
-nearer to full attention for less of it. At the end a table says which row is cheapest below each KL. A run that was
-stopped goes on where it was.
+extraction: records copied out of a long list as JSON: every token of the answer hangs on another place of the context,
+which no summary of it can hold. `kept` is the share of the answer's tokens for which a row's most likely token is full
+attention's, `right` that for which it is the answer's own (`right_full`: of full attention).
 
-Besides the texts there are tables, `table8` and `table16`, whose rows have exactly so many tokens: attention with a
-period. `--noise x` multiplies each query of a row's decode steps by 1 + x · normal, as rounding does.
+second-turn: a long text with a hidden number and a question of something else, which full attention answers. Then the
+second turn asks for the number, on the same cache: a policy that has chosen by the first turn's attention what to keep
+must choose anew (HGCA, §3.2.2); `hgca-…-once` is the control that does not. Numbers that full attention (row `dynamic`)
+does not find, or gives away in its first answer, are not asked of the others.
 
-`methods` are some rows of each method; `variants` the rows of ScoutAttention: choosing and attending a layer ahead,
-int8, the paper's form; `budgets` many of each policy.
+error: with `check_every=1` each step compares one layer with full attention. For each query head the relative error of
+the softmax's sum is estimated from the drawn keys alone, and true: the share of them `within` three times the estimate,
+and both in the mean square.
+
+A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import common
-import needle
-from context_attention import WARM_UP, Context, read_bytes
-from hf_offload.model.model_support import NAME
-from hf_offload.tools import measuring
-from hf_offload.tools.measuring import divergence
-from plotting import lines, plot
+from context_attention import read_bytes
+from figures import draw_quality
+from hf_offload.tools import assets, measuring
+from plotting import plot
 from tasks.answers import Reading, answer
-from tasks.prompts import Prompt, Prompter
+from tasks.prompts import Prompter
+from tasks.run import Asking, run
 from tasks.samples import Sample
 
 PAPER = {
@@ -92,271 +101,368 @@ BUDGETS = (
     *(f"hgca:gpu_ratio={ratio}" for ratio in (0.05, 0.1, 0.25)),
     *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )
-COSTS = {
-    "read": "KiB read, a head and step",
-    "host": "MiB read of the host, a step",
-    "device": "MiB on the device",
-    "ms": "ms a step",
-}
-TABLES = {"table8": 8, "table16": 16}
-"""Kinds of tables, and the tokens of a row."""
-LIMITS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002)
+KNOWN: dict[str, Any] = {"methods": METHODS, "budgets": BUDGETS, "variants": ("window-1024", *VARIANTS)}
+for _name, _knobs in VARIANTS.items():
+    _two = {} if _knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
+    KNOWN[_name] = common.Row(_name, "scout", {"budget": 1024} | _knobs | _two)
+
+Place = dict[str, Any]
+"""Which text: columns of the results."""
 
 
-def variants(budget: int) -> dict[str, common.Row]:
-    """ScoutAttention's rows at a budget, and a window of it."""
-    rows = {"window": common.Row("window", "window", {"budget": budget})}
-    for name, knobs in VARIANTS.items():
-        two = {} if knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
-        rows[name] = common.Row(name, "scout", {"budget": budget} | knobs | two)
-    return rows
-
-
-def table_of(width: int, tokenizer: PreTrainedTokenizerBase, seed: int, tokens: int) -> torch.Tensor:
-    """Token ids `[1, tokens]` of a table of random numbers: in each row a name, then numbers of two digits."""
-    draw = random.Random(seed)
-
-    def one(text: str) -> int:
-        return int(tokenizer(text, add_special_tokens=False)["input_ids"][-1])
-
-    names = [one(f" {name}") for name in ("north", "south", "east", "west", "spring", "summer", "autumn", "winter")]
-    digits, colon, comma, end = [one(str(digit)) for digit in range(10)], one(":"), one(","), one("\n")
-    ids: list[int] = []
-    while len(ids) < tokens:
-        cells = [token for _ in range(width) for token in (draw.choice(digits), draw.choice(digits), comma)]
-        ids += [draw.choice(names), colon, *cells[: width - 3], end]
-    return torch.tensor([ids[:tokens]])
-
-
-@contextmanager
-def noisy(noise: float, seed: int) -> Iterator[None]:
-    """Multiply the queries of decode steps under `hybrid_sparse` by 1 + noise · normal."""
-    attend, generator = AttentionInterface()[NAME], torch.Generator().manual_seed(seed)
-
-    def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if query.shape[2] == 1:
-            normal = torch.randn(query.shape, generator=generator, dtype=torch.float32).to(query.device)
-            query = (query.float() * (1 + noise * normal)).to(query.dtype)
-        return attend(module, query, *rest, **named)
-
-    AttentionInterface.register(NAME, disturbed)
-    try:
-        yield
-    finally:
-        AttentionInterface.register(NAME, attend)
-
-
-class Needles:
-    """Numbers hidden in texts of one kind that full attention finds; each text is read once for most rows.
+@dataclass(frozen=True)
+class Ask:
+    """What is asked, of one model.
 
     Args:
-        model, tokenizer: who is asked.
-        text, kind: where the numbers are hidden.
-        tokens: of each prompt.
-        count: numbers to hide.
-
-    Raises:
-        typer.BadParameter: the model has too few positions.
+        contexts, kinds: of the texts.
+        steps: tokens that every row is fed.
+        limit: windows, numbers or lists, of each kind.
+        needles: numbers to hide in a text.
+        records: of a list.
+        tier: of caches whose rows say nothing of it.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, kind: str, tokens: int, count: int
-    ) -> None:
-        self.tokenizer, prompter = tokenizer, Prompter(model, tokenizer, None, chat=True)
-        samples = needle.samples_of(text, kind, range(count), tokenizer, tokens)
-        prompts = [prompter(sample, needle.NEW_TOKENS) for sample in samples]
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    setting: common.TextSetting
+    contexts: list[int]
+    kinds: list[str]
+    steps: int
+    limit: int
+    needles: int
+    records: int
+    tier: str | None
+
+    def places(self) -> Iterator[Place]:
+        """The texts."""
+        raise NotImplementedError
+
+    def read(self, place: Place) -> Any:
+        """What all rows share of a text."""
+        raise NotImplementedError
+
+    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
+        """What a row makes of it; None: it is not asked."""
+        raise NotImplementedError
+
+
+class Text(Ask):
+    """KL on running text, and what a step costs."""
+
+    def places(self) -> Iterator[Place]:
+        for length in self.contexts:
+            for kind in self.kinds:
+                for start in common.OFFSETS[kind][: self.limit]:
+                    yield {"context": length, "kind": kind, "start": start}
+
+    def read(self, place: Place) -> tuple[measuring.Reading, list[Any] | None]:
+        length, kind, start = place.values()
+        hidden = None
+        if self.needles and start == common.OFFSETS[kind][0]:
+            hidden = self._found_by_full(kind, length)
+        ids = self.setting.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
+        return measuring.read(self.model, ids, self.steps), hidden
+
+    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
+        (reading, hidden), model = context, self.model
+        tier = row.options.get("tier", self.tier)
+        tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
+        line: dict[str, Any] = {}
+        for one in tiers:
+            options = {**row.options, **({} if one is None else {"tier": one})}
+            try:
+                cache = measuring.hold(model, row.policy, options, reading)
+            except ValueError:
+                if one != "split" or len(tiers) == 1:
+                    raise
+                continue  # a method that needs one memory
+            logprobs, seconds = measuring.follow(model, cache, reading.following)
+            kl, top1 = measuring.divergence(logprobs, reading.full)
+            host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
+            if host is not None:
+                line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
+            lines = cache.layers[0].store.num_kv_heads * len(cache.layers)
+            pace = 1000 * statistics.median(seconds[measuring.WARM_UP :] or seconds)
+            line |= {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": stats["attended_tokens"]}
+            line["read"] = read_bytes(model, row, cache)[0] / lines / 2**10
+        if hidden is None:
+            return line
+        asked = row if self.tier is None else replace(row, options={"tier": self.tier, **row.options})
+        return line | {"found": common.mean(self._finds(asked, *one) for one in hidden)}
+
+    def _found_by_full(self, kind: str, tokens: int) -> list[Any]:
+        """The hidden numbers that full attention finds, with what their prompts are for all rows."""
+        prompter = Prompter(self.model, self.tokenizer, None, chat=True)
+        samples = numbers_in(self.setting.text(kind), kind, range(self.needles), self.tokenizer, tokens)
+        prompts = [prompter(sample) for sample in samples]
         if any(prompt.whole > prompt.ids.shape[1] for prompt in prompts):
             raise typer.BadParameter(
                 f"{tokens} tokens, a question and its answer exceed the model's {prompter.positions} positions: give "
                 "shorter --contexts, or no --needles"
             )
-        readings = [Reading(model, prompt.ids.to(model.device)) for prompt in prompts]
+        readings = [Reading(self.model, prompt.ids.to(self.model.device)) for prompt in prompts]
         every = zip(readings, prompts, samples, strict=True)
-        self.known = [one for one in every if self._finds(common.row_of("full"), *one)]
+        return [one for one in every if self._finds(common.row_of("full"), *one)]
 
-    def found(self, row: common.Row) -> float | None:
-        """The share of the numbers that a row finds, too; None: full attention finds none."""
-        return statistics.mean(self._finds(row, *one) for one in self.known) if self.known else None
-
-    def _finds(self, row: common.Row, reading: Reading, prompt: Prompt, sample: Sample) -> bool:
-        found = answer(reading, row, "dense", prompt, sample, self.tokenizer, needle.NEW_TOKENS)
-        return bool(found["score"] > 0)
+    def _finds(self, row: common.Row, reading: Reading, prompt: Any, sample: Sample) -> bool:
+        return bool(answer(reading, row, "dense", prompt, sample, self.tokenizer)["score"] > 0)
 
 
-def measure(
-    context: Context,
-    row: common.Row,
-    full: torch.Tensor,
-    steps: int,
-    tier: str | None,
-    hidden: Needles | None = None,
-    noise: float = 0.0,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """What one row loses and costs in one context; full attention's log-probabilities are `[N, B, V]`."""
-    model = context.model
-    tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
-    tiers = [row.options["tier"]] if "tier" in row.options else tiers
-    line: dict[str, Any] = {}
-    for one in tiers:
-        options = {**row.options, **({} if one is None else {"tier": one})}
+NEW_TOKENS = 24
+
+
+def numbers_in(
+    text: str, kind: str, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase, tokens: int
+) -> list[Sample]:
+    """A hidden number for each seed, in prompts of about so many tokens."""
+    found = []
+    for seed in seeds:
         try:
-            cache: Any = context.make_cache(common.Row(row.name, row.policy, options))
-        except ValueError:
-            if len(tiers) == 1 or one == "one":
-                raise
-            continue  # a method that needs one memory
-        with noisy(noise, seed) if noise else nullcontext():
-            times, mine = context.decode(row, cache, 0, steps)
-        kl, top1 = divergence(mine, full)
-        host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
-        if host is not None:
-            line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
-        lines = cache.layers[0].store.num_kv_heads * len(cache.layers)
-        line |= {"kl": float(kl.mean()), "top1": top1, "ms": statistics.median(times["step"])}
-        line |= {"read": read_bytes(model, row, cache)[0] / lines / 2**10, "attended": stats["attended_tokens"]}
-    if hidden is None:
-        return line
-    asked = row if tier is None else common.Row(row.name, row.policy, {"tier": tier, **row.options})
-    return line | {"found": hidden.found(asked)}
+            needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
+        except ValueError as error:
+            raise typer.BadParameter(f"{kind}: {error}") from None
+
+        def score(answer: str, needle: assets.Needle = needle) -> float:
+            return 100.0 * needle.found_in(answer)
+
+        found.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
+    return found
 
 
-def fronts(found: list[dict[str, Any]]) -> None:
-    """Note in each line on which fronts it is: nothing is nearer to full attention at no more of that cost."""
-    for line in found:
-        line["front"] = " ".join(
-            cost
-            for cost in COSTS
-            if line[cost] is not None
-            and not any(
-                other["kl"] <= line["kl"] and other[cost] <= line[cost]
-                and (other["kl"], other[cost]) != (line["kl"], line[cost])
-                for other in found
-                if other[cost] is not None
-            )
+class Extraction(Ask):
+    """Records copied out of a long list."""
+
+    FIRST = "amber bitter calm dusty early fallen gentle hollow iron jade keen lunar misty narrow olive pale"
+    SECOND = "anchor bridge canyon drum engine ferry garden harbor island jungle kettle lantern meadow needle orchard"
+
+    def places(self) -> Iterator[Place]:
+        yield from ({"list": seed} for seed in range(self.limit))
+
+    def read(self, place: Place) -> tuple[measuring.Reading, torch.Tensor]:
+        question, told = self.question(place["list"])
+        said = [{"role": "user", "content": question}]
+        prompt = self.tokenizer.apply_chat_template(
+            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        right = self.tokenizer(told, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        # Fed are the prompt's last token and all of the answer but its own.
+        ids = torch.cat([prompt, right], 1)[:, :-1].to(self.model.device)
+        return measuring.read(self.model, ids, right.shape[1]), right[0]
+
+    def question(self, seed: int) -> tuple[str, str]:
+        """A question over a list of records, and its answer: JSON with the asked keys in the order of the question."""
+        chance = random.Random(seed)
+        names = [f"{one} {two}" for one in self.FIRST.split() for two in self.SECOND.split()]
+        keys = chance.sample(names, self.records)
+        held = {key: f"{chance.choice('ABCDEFGH')}{chance.randrange(10**5):05d}" for key in keys}
+        wanted = chance.sample(keys, self.records // 10)
+        listed = "\n".join(f"- {key}: {value}" for key, value in held.items())
+        question = (
+            f"Here is a list of {self.records} records, each with a key and a value.\n\n{listed}\n\n"
+            f"Write a JSON object with the values of these keys, in this order: {', '.join(wanted)}."
+        )
+        return question, json.dumps({key: held[key] for key in wanted}, indent=0)
+
+    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
+        reading, right = context
+        cache = measuring.hold(self.model, row.policy, dict(row.options), reading)
+        logprobs, _ = measuring.follow(self.model, cache, reading.following)
+        kl, kept = measuring.divergence(logprobs, reading.full)
+        mine, full = ((found.argmax(-1) == right).float().mean().item() for found in (logprobs, reading.full))
+        told = {"kept": kept, "right": mine, "right_full": full, "kl": float(kl.mean())}
+        return told | {"attended": cache.stats().as_dict()["attended_tokens"]}
+
+
+class SecondTurn(Ask):
+    """A number that only the second turn asks for."""
+
+    FIRST = "What is this text about? Answer in one sentence."
+
+    def places(self) -> Iterator[Place]:
+        for seed in range(self.limit * len(self.kinds)):
+            yield {"kind": self.kinds[seed % len(self.kinds)], "seed": seed}
+
+    def read(self, place: Place) -> dict[str, Any]:
+        kind, seed = place.values()
+        text, tokens = self.setting.text(kind), self.contexts[0]
+        needle = assets.random_needle(text, self.tokenizer, seed, tokens=tokens, question=self.FIRST)
+        prompt, cache = needle.prompt.to(self.model.device), common.FULL.make_cache(self.model)
+        first = self._generate(cache, prompt, self.steps, self.steps)
+        context = {"needle": needle, "prompt": prompt, "first": first}
+        context["full"] = self._second(context, common.FULL, cache)
+        return context | {"spoken": self.tokenizer.decode(first[0], skip_special_tokens=True).strip()}
+
+    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
+        if row is common.FULL:
+            return context["full"] | {"first_answer": context["spoken"]}
+        if not context["full"]["found"] or context["needle"].found_in(context["spoken"]):
+            return None
+        cache: Any = row.make_cache(self.model)
+        common.prefill(self.model, cache, context["prompt"])
+        for token in context["first"][:, :-1].split(1, 1):
+            self.model(token, past_key_values=cache)
+        return self._second(context, row, cache) | {"kept_share": cache.stats().as_dict().get("kept_share")}
+
+    def _second(self, context: dict[str, Any], row: common.Row, cache: Cache) -> dict[str, Any]:
+        """The answer to the second turn."""
+        row.activate(self.model)
+        ids = torch.cat([context["prompt"], context["first"], self.next_turn().to(self.model.device)], 1)
+        text = self.tokenizer.decode(self._generate(cache, ids, NEW_TOKENS)[0], skip_special_tokens=True).strip()
+        needle = context["needle"]
+        found = {"tokens": context["prompt"].shape[1], "number": needle.number}
+        return found | {"found": int(needle.found_in(text)), "answer": text}
+
+    def next_turn(self) -> torch.Tensor:
+        """Token ids `[1, N]` of what follows an answer: its end, the next question, and the start of its answer."""
+        following, answer = f"\n\n{assets.QUESTION}\n", "An answer of 1234567 words."
+        if self.tokenizer.chat_template:
+            said = zip(("user", "assistant", "user"), ("Hello.", answer, assets.QUESTION), strict=True)
+            turns = [{"role": role, "content": content} for role, content in said]
+            text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+            following = text.partition(answer)[2]
+        return self.tokenizer(following, add_special_tokens=False, return_tensors="pt")["input_ids"]
+
+    def _generate(self, cache: Cache, ids: torch.Tensor, most: int, least: int = 0) -> torch.Tensor:
+        """New tokens `[1, ≤ most]` after ids `[1, N]`, of which the cache holds a beginning."""
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
+            max_new_tokens=most, min_new_tokens=least,
         )  # fmt: skip
+        return out[:, ids.shape[1] :]
 
 
-def best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cheapest row of those below each KL, for each cost."""
-    table = []
-    for limit in LIMITS:
-        if near := [line for line in found if line["kl"] <= limit]:
-            told = {}
-            for cost in COSTS:
-                costly = [line for line in near if line[cost] is not None]
-                least = min(costly, key=lambda line: line[cost], default=None)
-                told[cost] = None if least is None else f"{least['row']} ({least[cost]:.4g})"
-            table.append({"KL at most": limit} | told)
-    return table
+class Error(Text):
+    """The error that drawn keys tell of themselves."""
+
+    FACTOR = 3.0
+
+    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
+        reading, _ = context
+        cache = measuring.hold(self.model, row.policy, {**row.options, "check_every": 1}, reading)
+        measuring.follow(self.model, cache, reading.following)
+        layers = cache.stats().as_dict()["layers"]
+        return {"points": [[layer["layer"], *pair] for layer in layers for pair in layer["checked_errors"]]}
+
+    def summarize(self, records: Iterable[dict[str, Any]]) -> None:
+        """Write lines by samples and layer, and draw the points."""
+        columns = ["samples", "layer", "estimated", "true"]
+        rows = [
+            [int(r["row"].partition("samples=")[2].split(",")[0]), *point] for r in records for point in r["points"]
+        ]
+        points, lines = pd.DataFrame(rows, columns=columns), []
+        for samples, mine in points.groupby("samples"):
+            for layer, each in [("all", mine), *mine.groupby("layer")]:
+                within = (each.true <= self.FACTOR * each.estimated).mean()
+                roots = {name: math.sqrt((each[name] ** 2).mean()) for name in ("estimated", "true")}
+                lines.append({"samples": samples, "layer": layer, "points": len(each), "within": within} | roots)
+        contexts = " ".join(f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in self.contexts)
+        size = {"contexts": contexts, "kinds": " ".join(self.kinds), "steps": self.steps}
+        self.setting.write([line | size for line in lines])
+        common.show("errors of the softmax's sum", [line for line in lines if line["layer"] == "all"])
+        each = list(points.groupby("samples"))
+        with plot(self.setting.beside(".png"), 1, len(each), figsize=(5.5 * len(each), 5), squeeze=False) as axes:
+            for one, (samples, mine) in zip(axes.flat, each, strict=True):
+                one.scatter(mine.estimated.clip(1e-6), mine.true.clip(1e-6), c=mine.layer, s=2)
+                for factor, style in ((1.0, "solid"), (self.FACTOR, "dashed")):
+                    one.plot([1e-5, 1.0], [1e-5 * factor, factor], color="black", linewidth=1, linestyle=style)
+                title = f"samples={samples}; dashed: {self.FACTOR:g} times the estimate"
+                one.set(xscale="log", yscale="log", xlabel="estimated error", ylabel="true error", title=title)
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What an ask has by default: the file of its results, rows, contexts, steps and limit."""
+
+    kind: type[Ask] | None
+    file: str
+    rows: str
+    contexts: str = "6k"
+    steps: int = 192
+    limit: int = 8
+
+
+COPYING = (
+    "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,quest:budget=1024,"
+    "hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,window:budget=1024"
+)
+ASKS = {
+    "text": Usual(Text, "quality", "methods", limit=1),
+    "needle": Usual(None, "needle", "full,scout:budget=1024,scout:budget=512,window:budget=1024", "6500"),
+    "extraction": Usual(Extraction, "extraction", COPYING),
+    "second-turn": Usual(SecondTurn, "second_turn", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48),
+    "error": Usual(Error, "error_estimate", "scout:samples=128,scout:samples=512", steps=300, limit=1),
+}
 
 
 def main(
-    rows: common.RowsOption = ["methods"],  # noqa: B006
-    budget: Annotated[int, typer.Option(help="Tokens that a step of the variants attends.")] = 1024,
-    contexts: common.ContextsOption = "6k",
-    read: Annotated[
-        str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
+    ask: Annotated[str, typer.Option(help=f"What is asked: {', '.join(ASKS)}.")] = "text",
+    rows: common.RowsOption = [],  # noqa: B006
+    contexts: Annotated[str | None, typer.Option(help="Lengths; k is 1,024 [default: 6k, or 6500].")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Tokens that rows are fed [default: by --ask].")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Windows or numbers of each kind, or lists [default: by --ask].")
     ] = None,
-    steps: common.StepsOption = 192,
-    windows: Annotated[int, typer.Option(min=1, max=3, help="Windows of each kind.")] = 1,
-    kinds: Annotated[
-        str, typer.Option(help=f"Kinds of text, of {', '.join((*common.assets.KINDS, *TABLES))}.")
-    ] = common.KINDS,
-    noise: Annotated[float, typer.Option(min=0, help="Of queries, relative.")] = 0.0,
-    noise_seed: Annotated[int, typer.Option(help="Another seed, other noise.")] = 0,
+    kinds: common.KindsOption = common.KINDS,
     tier: common.TierOption = None,
-    needles: Annotated[int, typer.Option(min=0, help="Numbers to hide in each kind of text.")] = 0,
+    needles: Annotated[int, typer.Option(min=0, help="text: numbers to hide in each kind of text.")] = 0,
+    records: Annotated[int, typer.Option(min=10, max=240, help="extraction: records of a list.")] = 200,
     *,
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
-    """Compare policies with full attention, teacher-forced, and say what they cost."""
-    own = variants(budget)
-    known = own | {"variants": tuple(own), "budgets": BUDGETS, "methods": METHODS}
-    chosen, lengths = common.rows_of(rows, tier, known=known), common.numbers(contexts)
-    most = max(lengths) if read is None else common.numbers(read)[0]
-    places = [
-        (length, kind, start)
-        for length in lengths
-        for kind in common.kinds_of(kinds, tuple(TABLES))
-        for start in common.OFFSETS.get(kind, (0, 1, 2))[:windows]
-    ]
-    size = {"text_tokens": most, "steps": steps, "tier": tier}
-    size |= {"noise": noise, "noise_seed": noise_seed} if noise else {}
-    if needles and any(kind in TABLES for _, kind, _ in places):
-        raise typer.BadParameter(f"--needles {needles}: no number is hidden in a table")
-    if needles and max(lengths) > most:
-        raise typer.BadParameter(
-            f"--needles {needles}: no number is hidden in a text of {most} tokens that is repeated"
-        )
-    records = setting.records(
-        ("row", "context", "kind", "start"), chosen, **size, budget=budget, needles=needles, prose=setting.source
-    )
+    """Compare policies with full attention, and say what they cost."""
+    (name,) = common.listed(ask, ASKS, "--ask")
+    usual, names = ASKS[name], common.kinds_of(kinds)
+    if setting.out == common.RESULTS / "quality.csv":
+        setting = replace(setting, out=common.RESULTS / f"{usual.file}.csv")
+    lengths, steps, limit = common.numbers(contexts or usual.contexts), steps or usual.steps, limit or usual.limit
+    rows = rows or [usual.rows]
+    if usual.kind is None:
+        seeds = {kind: range(place, limit * len(names), len(names)) for place, kind in enumerate(names)}
+
+        def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+            return numbers_in(setting.text(kind), kind, seeds[kind], tokenizer, lengths[0])
+
+        asking = Asking(rows=rows, limit=limit)
+        run("Needles", names, hidden, asking, setting, kinds=names, tokens=lengths[0], prose=setting.source)
+        return
+    chosen = common.rows_of(rows, tier, known=KNOWN)
+    known = {"ask": ask, "steps": steps, "tier": tier, "needles": needles, "prose": setting.source, "records": records}
+    kept = setting.records(("row", "place"), chosen, **known)
     model, tokenizer = setting.load()
     model.set_attn_implementation("hybrid_sparse")
     common.check_rows(chosen, model)
-    with tqdm(total=len(places) * len(chosen)) as bar, torch.inference_mode():
-        for length, kind, start in places:
-            context: Context | None = None
-            full: torch.Tensor | None = None
-            hidden: Needles | None = None
-            for row in chosen:
-                bar.set_description(f"{length:,} tokens of {kind}, {row.name}")
-                key = {"row": row.name, "context": length, "kind": kind, "start": start}
-                if context is None and records.key(key) not in records.found:
-                    if needles and start == common.OFFSETS[kind][0]:
-                        hidden = Needles(model, tokenizer, setting.text(kind), kind, length, needles)
-                    count = min(length, most) + steps + WARM_UP
-                    if kind in TABLES:
-                        ids = table_of(TABLES[kind], tokenizer, start, count)
-                    else:
-                        ids = setting.window(tokenizer, kind, start, count)
-                    context = Context(model, ids.to(model.device), [length], most)
-                    full = context.decode(common.FULL, context.make_cache(common.FULL), 0, steps + WARM_UP)[1]
-                records.once(
-                    key,
-                    lambda row=row, context=context, full=full, hidden=hidden: measure(
-                        context, row, full, steps + WARM_UP, tier, hidden, noise, noise_seed
-                    ),
-                )
+    asked = usual.kind(model, tokenizer, setting, lengths, names, steps, limit, needles, records, tier)
+    every = [common.FULL, *chosen] if usual.kind is SecondTurn else chosen
+    places = list(asked.places())
+    size = {
+        "text": {"text_tokens": max(lengths), "steps": steps, "tier": tier},
+        "extraction": {"records": records, "asked": records // 10, "tier": tier},
+    }.get(ask, {})
+    with tqdm(total=len(places) * len(every)) as bar, torch.inference_mode():
+        for place in places:
+            context = None
+            for row in every:
+                bar.set_description(f"{', '.join(map(str, place.values()))}: {row.name}")
+                key = {"row": row.name, "place": ", ".join(map(str, place.values()))}
+                if kept.key(key) not in kept.found:
+                    context = asked.read(place) if context is None else context
+                    if (found := asked.measure(context, row)) is not None:
+                        kept.add(key | place | found)
                 bar.update()
-            setting.write([record | size for record in records.found.values()])
-    found = []
-    for length in lengths:
-        here = []
-        for row in chosen:
-            mine = [r for r in records.found.values() if (r["row"], r["context"]) == (row.name, length)]
-            each = {
-                c: [r[c] for r in mine if r.get(c) is not None] for c in ("kl", "top1", "found", "attended", *COSTS)
-            }
-            means = {c: statistics.mean(values) if values else None for c, values in each.items()}
-            here.append({"context": length, "row": row.name, **means})
-        fronts(here)
-        common.show(f"against full attention at {length:,} tokens, means over the texts", here)
-        if table := best(here):
-            common.show("the cheapest row below each KL", table)
-        found += here
-    draw(found, setting.beside(".png"))
-    records.remove()
-
-
-def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """KL against what a head reads, a plot a context, and against the time of a step; a line a method."""
-    points = sorted(({**line, "method": _method(line["row"])} for line in found), key=lambda one: one["kl"])
-    contexts = list(dict.fromkeys(line["context"] for line in found))
-    panels = [(length, cost) for cost in ("read", "ms") for length in contexts]
-    with plot(path, 2, len(contexts), figsize=(5.5 * len(contexts), 8), sharey=True, squeeze=False) as axes:
-        for one, (length, cost) in zip(axes.flat, panels, strict=True):
-            lines(one, [point for point in points if point["context"] == length], cost, "kl", by="method")
-            one.set(xscale="log", yscale="log", xlabel=COSTS[cost], title=f"{length:,} tokens")
-        axes[0, 0].set(ylabel="KL to full attention")
-        axes[0, 0].legend(fontsize="small")
-
-
-def _method(row: str) -> str:
-    """The name of a row's curve: its policy, and whether keys are drawn."""
-    policy, _, knobs = row.partition(":")
-    return policy + next((f", {knob}" for knob in ("samples", "rescue") if f"{knob}=" in knobs), "")
+            lines = [{k: v for k, v in r.items() if k != "place"} | size for r in kept.found.values()]
+            if not isinstance(asked, Error):
+                setting.write(lines)
+    if isinstance(asked, Error):
+        asked.summarize(lines)
+    else:
+        means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
+        by = ["context", "row"] if "context" in means else ["row"]
+        table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
+        common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
+        if ask == "text":
+            draw_quality(setting.out)
+    kept.remove()
 
 
 if __name__ == "__main__":

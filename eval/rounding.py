@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 import common
 from hf_offload import HybridCache
+from hf_offload.model.model_support import NAME
 from hf_offload.tools import measuring
-from quality import noisy
 
 DRAFTS, NOISE = 8, 1e-7
 Way = Callable[[PreTrainedModel, common.Row, measuring.Reading], torch.Tensor]
@@ -39,8 +39,19 @@ def _cache(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) 
 
 
 def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    with noisy(NOISE, 0):
-        return plain(model, row, reading)
+    """Queries of decode steps are multiplied by 1 + `NOISE` · normal."""
+    attend, generator = AttentionInterface()[NAME], torch.Generator().manual_seed(0)
+
+    def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        normal = torch.randn(query.shape, generator=generator, dtype=torch.float32).to(query.device)
+        return attend(module, (query.float() * (1 + NOISE * normal)).to(query.dtype), *rest, **named)
+
+    cache = _cache(model, row, reading)
+    AttentionInterface.register(NAME, disturbed)
+    try:
+        return measuring.follow(model, cache, reading.following)[0]
+    finally:
+        AttentionInterface.register(NAME, attend)
 
 
 def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:

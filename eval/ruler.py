@@ -60,30 +60,32 @@ def local_sources(
     def fewer(*args: Any, **options: Any) -> Any:
         return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(module, "get_tokenizer", lambda *_, **__: tokenizer))
-        stack.enter_context(patch.object(module, builder, fewer))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # one of them prints every length that it tries
-        if prose is not None and name == "niah_utils":
-            from lm_eval.tasks.ruler import prepare_niah
+    changes: list[tuple[Any, str, Any]] = [
+        (module, "get_tokenizer", lambda *_, **__: tokenizer),
+        (module, builder, fewer),
+    ]
+    if prose is not None and name == "niah_utils":
+        from lm_eval.tasks.ruler import prepare_niah
 
-            words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
-            split = functools.cache(PunktSentenceTokenizer().tokenize)
-            stack.enter_context(patch.object(prepare_niah, "cached_sent_tokenize", split))
-            stack.enter_context(
-                patch.object(
-                    module,
-                    "get_haystack",
-                    lambda type_haystack: words if type_haystack == "essay" else haystack(type_haystack),
-                )
-            )
-        if folder is not None and task in SOURCES:
-            reader, file = SOURCES[task]
-            path = folder / file
-            stack.enter_context(
-                patch.object(module, "download_json", lambda url: json.loads(Path(url).read_text("utf-8")))
-            )
-            stack.enter_context(patch.object(module, reader, functools.partial(getattr(module, reader), url=str(path))))
+        words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
+        changes += [
+            (prepare_niah, "cached_sent_tokenize", functools.cache(PunktSentenceTokenizer().tokenize)),
+            (
+                module,
+                "get_haystack",
+                lambda type_haystack: words if type_haystack == "essay" else haystack(type_haystack),
+            ),
+        ]
+    if folder is not None and task in SOURCES:
+        reader, file = SOURCES[task]
+        changes += [
+            (module, "download_json", lambda url: json.loads(Path(url).read_text("utf-8"))),
+            (module, reader, functools.partial(getattr(module, reader), url=str(folder / file))),
+        ]
+    with contextlib.ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(patch.object(*change))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # one of them prints every length that it tries
         yield getattr(module, function)
 
 
@@ -93,14 +95,11 @@ def samples_of(
     """Samples of a task at a length; the same ones whenever they are made with the same tokenizer and sources.
 
     Args:
-        task: of `BUILDERS`.
         length: tokens of prompt and answer together, at most.
         samples: how many.
-        folder: with squad.json and hotpotqa.json (no samples of a task whose file is not there); None: they are
-            downloaded.
+        folder: with squad.json and hotpotqa.json (no samples of a task whose file is not there); None: downloaded.
         prose: for the essays; None: they are downloaded.
     """
-
     if folder is not None and task in SOURCES and not (folder / SOURCES[task][1]).exists():
         return []
 
@@ -119,17 +118,11 @@ def samples_of(
         def score(answer: str, doc: dict[str, Any] = doc) -> float:
             return 100 * float(source.process_results(doc, [answer])[str(length)])
 
-        found.append(
-            Sample(
-                task=named_length(task, length),
-                name=str(number),
-                prompt=text,
-                question=text.rstrip().rpartition("\n")[2],
-                new_tokens=limits["max_gen_toks"],
-                score=score,
-                start=source.config.target_delimiter + source.doc_to_prefix(doc),
-            )
-        )
+        found.append(Sample(
+            task=named_length(task, length), name=str(number), prompt=text,
+            question=text.rstrip().rpartition("\n")[2], new_tokens=limits["max_gen_toks"], score=score,
+            start=source.config.target_delimiter + source.doc_to_prefix(doc),
+        ))  # fmt: skip
     return found
 
 

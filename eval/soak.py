@@ -18,7 +18,6 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
-import psutil
 import torch
 import typer
 from tqdm.auto import tqdm
@@ -26,7 +25,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import common
 from inside import slab_bytes
-from plotting import lines, plot
 
 TURN_EVERY, TURN_TOKENS = 97, 29
 SCOUT = {"budget": 256, "recent": 64}
@@ -46,24 +44,9 @@ def tiny() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval()
 
 
-def sample(cache: Any, step: int, start: float) -> dict[str, Any]:
-    """What is held now, in bytes and objects."""
-    stats = cache.stats().as_dict()
-    gc.collect()
-    return {
-        "step": step,
-        "seconds": time.perf_counter() - start,
-        "context": cache.get_seq_length(),
-        "rss_bytes": psutil.Process().memory_info().rss,
-        "slab_bytes": slab_bytes([cache]),
-        **{name: stats[name] for name in ("host_bytes", "digest_bytes", "resident_bytes")},
-        "objects": len(gc.get_objects()),
-    }
-
-
 @torch.inference_mode()
 def soak(row: common.Row, model_name: str, steps: int, context: int, every: int, threads: int) -> list[dict[str, Any]]:
-    """Run one row; returns its samples."""
+    """Run one row; returns its samples, in bytes and objects."""
     torch.set_num_threads(threads or torch.get_num_threads())
     name = None if model_name == "smollm2" else model_name
     model = tiny() if model_name == "tiny" else common.load(name, "bfloat16", threads)[0]
@@ -82,7 +65,12 @@ def soak(row: common.Row, model_name: str, steps: int, context: int, every: int,
             token = turn(TURN_TOKENS)
         token = model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
         if step % every == 0:
-            samples.append({"row": row.name, "model": model_name} | sample(cache, step, start))
+            stats = cache.stats().as_dict()
+            gc.collect()
+            held = {name: stats[name] for name in ("host_bytes", "digest_bytes", "resident_bytes")}
+            told = {"row": row.name, "model": model_name, "step": step, "seconds": time.perf_counter() - start}
+            told |= {"context": cache.get_seq_length(), "rss_bytes": common.resident_bytes()}
+            samples.append(told | {"slab_bytes": slab_bytes([cache]), **held, "objects": len(gc.get_objects())})
     return samples
 
 
@@ -98,29 +86,18 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps a row.", min=8)] = 10_000,
     context: Annotated[int, typer.Option(help="Tokens at which the context is cropped to a quarter.", min=512)] = 2048,
     every: Annotated[int, typer.Option(help="Steps between two samples.", min=1)] = 50,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")] = 0,
+    threads: common.ThreadsOption = 0,
     out: common.OutOption = common.RESULTS / "soak.csv",
 ) -> None:
     """Measure what stays in memory over thousands of decode steps."""
-    samples: list[dict[str, Any]] = []
+    samples, table = [], []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         for row in common.rows_of(rows, known=ROWS):
-            samples += processes.apply(soak, (row, model, steps, context, every, threads))
+            mine = processes.apply(soak, (row, model, steps, context, every, threads))
+            samples += mine
+            grown = {"bytes a step": slope(mine, "rss_bytes"), "objects a step": slope(mine, "objects")}
+            table.append({"row": row.name, "MiB at the end": mine[-1]["rss_bytes"] / 2**20} | grown)
     common.write_csv(out, samples)
-    table = []
-    for name in dict.fromkeys(s["row"] for s in samples):
-        mine = [s for s in samples if s["row"] == name]
-        grown = {f"{what} a step": slope(mine, key) for what, key in (("bytes", "rss_bytes"), ("objects", "objects"))}
-        table.append({"row": name, "MiB at the end": mine[-1]["rss_bytes"] / 2**20} | grown)
-    with plot(out.with_suffix(".png"), 3, figsize=(7, 8), sharex=True) as axes:
-        for one, (column, title) in zip(
-            axes, {"rss_bytes": "process, bytes", "slab_bytes": "pools, bytes", "objects": "Python objects"}.items(),
-            strict=True,
-        ):  # fmt: skip
-            lines(one, samples, "step", column, marker="")
-            one.set(ylabel=title, ylim=(0, None))
-            one.legend()
-        axes[-1].set_xlabel("decode steps")
     common.show(f"Growth in the second half of {steps:,} steps, context up to {context:,} tokens", table)
 
 

@@ -26,8 +26,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,65 +48,43 @@ Rows = list[dict[str, str]]
 
 
 def git(*arguments: str) -> bytes:
-    """What git prints in this checkout.
-
-    Raises:
-        typer.BadParameter: it fails.
-    """
+    """What git prints in this checkout."""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=False)
     if done.returncode:
         raise typer.BadParameter(done.stderr.decode().strip())
     return done.stdout
 
 
-def unpack(commit: str, folder: Path) -> None:
-    """Put a commit's package into a folder."""
-    archive = git("archive", "--format=tar", commit, "hf_offload")
-    subprocess.run(["tar", "--extract", f"--directory={folder}"], input=archive, check=True)
-
-
 class Side:
-    """A process that runs the script with one of the two packages.
+    """A process that runs the script with one of the two packages; it ends with the context.
 
     Args:
         name: for messages.
         package: the folder in which the package lies.
-        script, arguments: what to run.
-        folder: an empty one, for what the script writes.
+        command: the script and its arguments.
     """
 
-    def __init__(self, name: str, package: Path, script: Path, arguments: Sequence[str], folder: Path) -> None:
-        self.name, self.csv, self.log = name, folder / "found.csv", folder / "log.txt"
-        self.running = True
+    def __init__(self, name: str, package: Path, command: Sequence[Any]) -> None:
+        self.name, self.running, self.folder = name, True, tempfile.TemporaryDirectory()
+        self.csv, self.log = Path(self.folder.name) / "found.csv", Path(self.folder.name) / "log.txt"
         assets = sys.modules[hf_offload.load_demo_model.__module__]
         settings = {"assets": (assets.__name__, assets.__file__), "names": hf_offload.__all__}
         path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.giver, taker = socket.socketpair()
+        starter = [sys.executable, Path(__file__).with_name("turns.py"), json.dumps(settings)]
         with taker, self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [
-                    sys.executable, Path(__file__).with_name("turns.py"), json.dumps(settings),
-                    script, *arguments, "--out", self.csv,
-                ],
+                [*starter, *command, "--out", self.csv],
                 env=os.environ | {"PYTHONPATH": path, SOCKET: str(taker.fileno())},
                 pass_fds=[taker.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
     def wait(self) -> None:
-        """Wait until the script gives up its turn or ends.
-
-        Raises:
-            RuntimeError: it failed.
-        """
+        """Wait until the script gives up its turn or ends."""
         self.running = bool(self.giver.recv(1))
         if not self.running and self.process.wait():
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:])
             raise RuntimeError(f"{self.name}: the script ended with status {self.process.returncode}\n{tail}")
-
-    def go(self) -> None:
-        """Give a turn and wait for its end."""
-        self.giver.sendall(b".")
-        self.wait()
 
     def rows(self) -> Rows:
         """What the script has written."""
@@ -118,30 +96,22 @@ class Side:
         self.process.kill()
         self.process.wait()
         self.giver.close()
+        self.folder.cleanup()
 
 
-@contextmanager
-def started(*arguments: Any) -> Iterator[Side]:
-    """A side whose process ends with the context."""
-    with tempfile.TemporaryDirectory() as folder:
-        side = Side(*arguments, Path(folder))
-        try:
-            yield side
-        finally:
-            side.close()
-
-
-def run(packages: Mapping[str, Path], script: Path, arguments: Sequence[str], bar: tqdm[Any]) -> list[Rows]:
+def run(packages: Mapping[str, Path], command: Sequence[Any], bar: tqdm[Any]) -> list[Rows]:
     """Run the script once with each package, in turns; what each has written."""
     with ExitStack() as stack:
         sides = []
         for name, package in packages.items():
-            sides.append(stack.enter_context(started(name, package, script, arguments)))
+            sides.append(Side(name, package, command))
+            stack.callback(sides[-1].close)
             sides[-1].wait()
         order = list(sides)
         while order := [side for side in reversed(order) if side.running]:
             for side in order:
-                side.go()
+                side.giver.sendall(b".")
+                side.wait()
             bar.update()
         return [side.rows() for side in sides]
 
@@ -159,9 +129,6 @@ def compare(base: Sequence[Rows], here: Sequence[Rows]) -> list[dict[str, Any]]:
 
     Args:
         base, here: of each run, what the other commit and this checkout have written.
-
-    Raises:
-        ValueError: one has more rows than the other.
     """
     runs = [*base, *here]
     if len({len(rows) for rows in runs}) > 1:
@@ -196,10 +163,11 @@ def main(
     base = git("rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}").decode().strip()
     found: list[list[Rows]] = []
     with tempfile.TemporaryDirectory() as folder, tqdm(desc="turns", unit="turn") as bar:
-        unpack(base, Path(folder))
+        archive = git("archive", "--format=tar", base, "hf_offload")
+        subprocess.run(["tar", "--extract", f"--directory={folder}"], input=archive, check=True)
         packages = {base: Path(folder), "this checkout": ROOT}
         for _ in range(runs):
-            found.append(run(packages, path, arguments or [], bar))
+            found.append(run(packages, [path, *(arguments or [])], bar))
     old, new = zip(*found, strict=True)
     # The results tell the threads of the scripts, not of this one, which computes nothing.
     torch.set_num_threads(int(new[0][0]["threads"]))

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 from gpu.options import Options
-from gpu.supervise import Report, TimeUp
+from gpu.supervise import Cases, TimeUp, seconds_left
 from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +28,10 @@ LOG_CHARACTERS = 12_000
 GRAPH = "tests/gpu/test_graph_cuda.py"
 MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "odd_cases", "hybrid_cache", "faults")]
 ON_GPU = ["-m", "not slow and not gpu"]
-ELSEWHERE = ["--ignore=tests/eval"]
-"""Nothing there is marked `gpu`, and one module that lacks a package that only evaluations need stops a whole run."""
-NOT_ON_GPU = "not copy_records and not LaunchSequence-run"  # what they break only models on the CPU call
 FLAGS = [f"tests/gpu/test_{name}.py" for name in ("flags", "handover")]
-
-
-WITHOUT = [f"--ignore={path}" for path in (GRAPH, *FLAGS)]
+ELSEWHERE = [f"--ignore={path}" for path in ("tests/eval", GRAPH, *FLAGS)]
+"""Nothing in tests/eval is marked `gpu`, and a module that lacks a package of evaluations would stop a whole run."""
+NOT_ON_GPU = "not copy_records and not LaunchSequence-run"  # what they break only models on the CPU call
 
 
 class Suite(NamedTuple):
@@ -53,11 +50,11 @@ class Suite(NamedTuple):
     workers: int = 4
 
 
-SUITES = {
+SUITES = {  # those that tell most first
     "flags": Suite([*FLAGS, "-m", "gpu"], seconds=60, workers=1),
     "a first graph": Suite([GRAPH, "-m", "gpu", "-k", "eager_steps and scout-attend and llama"], seconds=90, workers=1),
     "graphs against eager steps": Suite([GRAPH, "-m", "gpu"], workers=1),
-    "kernels against their references": Suite(["tests", *ELSEWHERE, *WITHOUT, "-m", "gpu"], workers=8),
+    "kernels against their references": Suite(["tests", *ELSEWHERE, "-m", "gpu"], workers=8),
     "exactness": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda"}, workers=8),
     "exactness, every hand-over late": Suite(["tests/test_exactness.py", *ON_GPU], {DEVICE: "cuda", DELAY: "2"}),
     "caches and models": Suite([*MODELS, *ON_GPU, "-k", NOT_ON_GPU], {DEVICE: "cuda"}),
@@ -66,85 +63,64 @@ SUITES = {
 QUICK = {"a quick test": Suite(["tests/gpu/test_paged_attention.py", "-k", "splits_fill"], workers=1)}
 
 
-def suites(options: Options) -> dict[str, Suite]:
-    """Those that tell most first."""
-    return QUICK if options.quick else SUITES
+def cases(options: Options) -> Cases:
+    """A case a suite."""
+    suites = QUICK if options.quick else SUITES
+    return {name: (suite.seconds + 10, partial(run, name, suite)) for name, suite in suites.items()}
 
 
-def names(options: Options) -> list[str]:
-    """The cases."""
-    return list(suites(options))
-
-
-def run(options: Options, todo: Sequence[str], report: Report) -> None:
-    """Run suite after suite, each with a process of its own."""
-    for name in todo:
-        suite = suites(options)[name]
-        if report.seconds_left < 15:
-            return
-        seconds = min(suite.seconds, report.seconds_left - 5)
-        with report.case(name, seconds + 5):
-            row, text = run_tests(suite, seconds)
-            report.row(suite=name, **row)
-            if row["status"] == "ended" and seconds < suite.seconds and not row["failed"]:
-                raise TimeUp(text)
-            if row["status"] != "passed":
-                raise AssertionError(text)
+def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
+    """Run a suite in the time that is left."""
+    seconds = min(suite.seconds, seconds_left() - 5)
+    row, text = run_tests(suite, seconds)
+    yield {"suite": name, **row}
+    if row["status"] == "ended" and seconds < suite.seconds and not row["failed"]:
+        raise TimeUp(text)
+    if row["status"] != "passed":
+        raise AssertionError(text)
 
 
 def run_tests(suite: Suite, seconds: float) -> tuple[dict[str, Any], str]:
-    """One run of pytest: what it counted, and the end of what it printed."""
-    with tempfile.TemporaryDirectory() as folder:
-        counts, log = Path(folder) / "junit.xml", Path(folder) / "log.txt"
-        # Test by test: a run that is ended in the midst has told of those before.
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", f"--junitxml={counts}"]
-        command += ["--continue-on-collection-errors", *_plugins(_workers(suite)), *suite.arguments]
-        environment = {**os.environ, **_cores(_workers(suite)), **suite.environment}
-        start = time.monotonic()
-        status = "passed"
-        with log.open("w", encoding="utf-8") as out:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                end(process)
-                status = "ended"
-                out.write(f"\nended after {seconds:.0f} seconds\n")
-        spent, text = time.monotonic() - start, log.read_text(encoding="utf-8", errors="replace")
-        if status == "passed" and process.returncode != 0:
-            status = "failed"
-        ended = counts.exists()
-        row: dict[str, Any] = {"status": status, **(_counted(counts) if ended else _told(text))}
-    if not ended:  # what failed goes first
-        text = "\n".join([line for line in text.splitlines() if "FAILED" in line] + [text[-LOG_CHARACTERS // 2 :]])
-    return {**row, "seconds": spent}, text[-LOG_CHARACTERS:]
+    """One run of pytest: what it counted, and the end of what it printed, what has failed first."""
+    workers = min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
+    # Test by test: a run that is ended in the midst has told of those before.
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", "--continue-on-collection-errors"]
+    # Each process has its part of the cores: threads that spin would keep the others from theirs.
+    cores = {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            [*command, *_plugins(workers), *suite.arguments], cwd=ROOT, stdout=log, stderr=log,
+            env={**os.environ, **cores, **suite.environment}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = "failed" if process.wait(seconds) else "passed"
+        except subprocess.TimeoutExpired:
+            status = "ended"
+        finally:
+            end(process)
+        log.seek(0)
+        text = log.read()
+    failed = [line for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)]
+    told = "\n".join([*failed, text[-LOG_CHARACTERS:]])
+    return {"status": status, **counted(text), "seconds": time.monotonic() - start}, told
+
+
+def counted(text: str) -> dict[str, int]:
+    """How many tests passed, failed and were skipped, by pytest's last line; of a run that was ended, by its words."""
+    last = text.strip().rpartition("\n")[2]
+    found = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    if not found:
+        return {kind: len(re.findall(rf"\b{kind.upper()}\b", text)) for kind in ("passed", "failed", "skipped")}
+    failed = found.get("failed", 0) + found.get("error", 0)
+    return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
 
 
 def end(process: subprocess.Popen[Any]) -> None:
     """End a process with all that it has started: workers of pytest that hang outlive it, and hold the device."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            parents[int(path.parent.name)] = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
-    family = [process.pid]
-    for pid in family:
-        family += [child for child, parent in parents.items() if parent == pid]
-    for pid in family:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _workers(suite: Suite) -> int:
-    """How many processes of pytest run at once."""
-    return min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
-
-
-def _cores(workers: int) -> dict[str, str]:
-    """The environment in which each of them has its part of the cores: threads that spin would keep the others from
-    theirs.
-    """
-    return {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
 
 
 def _plugins(workers: int) -> list[str]:
@@ -155,15 +131,3 @@ def _plugins(workers: int) -> list[str]:
     if importlib.util.find_spec("pytest_timeout") is not None:
         found += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
     return found
-
-
-def _told(text: str) -> dict[str, int]:
-    """The same of a run that did not get to its end, from what it had printed."""
-    return {kind: len(re.findall(rf"\b{kind.upper()}\b", text)) for kind in ("passed", "failed", "skipped")}
-
-
-def _counted(path: Path) -> dict[str, int]:
-    """How many tests passed, failed and were skipped."""
-    suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
-    total, failures, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
-    return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from common import Row, percentiles
-from gpu import aims, models, timeline
+from common import Row, numbers, percentiles
+from gpu import models
 from gpu.options import Options
 from gpu.replay import Replay, Script, parse, write_script
-from gpu.supervise import NotApplicable, Report
+from gpu.supervise import Cases, NotApplicable
 from hf_offload import HybridCache, Scout
 
 BLOCK = 32
 WARM_UP = 5  # a graph is captured in the second step
-PROFILED = 6
-SECONDS, SECONDS_A_GIB = 60, 1.5  # a row, its filling included: memory is pinned at a GiB a second or so
-COLD_SECONDS = 90  # of a process's first row, which builds the model and compiles
+SECONDS, SECONDS_A_GIB = 150, 1.5  # a row, its filling included: memory is pinned at a GiB a second or so
 TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
 FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has so many slots at most
-STEP_SECONDS = 15  # of it for the steps that count, if there have been a few
+STEP_SECONDS = 15  # of a row for the steps that count, if there have been a few
 
 SHOWN = (
-    "context", "batch", "row", "replay", "p50", "tokens_per_s", "busy", "waiting", "moving", "gaps", "between",
-    "launches", "profiled", "cpu_ratio", "dense_share", "device_kv_gib", "note",
+    "context", "batch", "row", "replay", "p50", "tokens_per_s", "cpu_ratio", "dense_share", "device_kv_gib", "note",
 )  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout": {},
@@ -40,65 +38,60 @@ FULL = "full-resident"
 FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
 """Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
 chooses among them; and keys that are drawn, with few blocks on the device."""
-ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (FULL, *FREE, *VARIANTS) for graph in ("", "-graph")))
-DEFAULT_ROWS = (
-    "scout-graph", f"{FULL}-graph", "default-graph", "scout", "dynamic", "offloading", "chosen-graph", "drawn-graph",
-    "scout-no-recall-graph", "scout-off-graph", "scout-quest-graph",
+FEW, MANY = "miss=0.1,drift=0.15,recall=4", "miss=0.2,drift=0.2,recall=1"
+"""Scripts (`gpu.replay`) of choices like a trained model's with 1.5 budgets and with one budget resident."""
+# Context (k), batch, row and script of the cases that tell most, which come first: time may be up before the last.
+FIRST = (
+    (32, 1, "default-graph", None), (32, 1, f"{FULL}-graph", None), (32, 1, "scout-graph", FEW),
+    (32, 8, f"{FULL}-graph", None), (32, 8, "default-graph", None), (32, 8, "scout-graph", FEW),
+    (64, 8, "scout-graph", FEW), (64, 8, "default-graph", None), (32, 8, "chosen-graph", None),
+    (32, 1, "dynamic", None), (32, 1, "drawn-graph", None), (32, 8, "scout-graph", MANY),
+    (64, 8, f"{FULL}-graph", None), (32, 1, "scout", FEW),
+    (32, 8, "offloading", None),  # of one row, what launches and weights take would hide the cache
 )  # fmt: skip
-CONTEXTS, BATCHES = (32 << 10, 64 << 10), (1, 8, 16)
-# Those that tell most come first: time may be up before the last.
-FIRST = [(32, 1), (32, 8), (64, 8), (32, 16), (64, 1)]
+
+Case = tuple[int, int, str, str | None]
+"""Context, batch, row, and the script by which it chooses, if it does: choices of random weights change nearly all in
+each step."""
 
 
-def cases(options: Options) -> dict[str, tuple[int, int, str, str | None]]:
-    """Context, batch, row and script of every case, in the order of their worth; what aims compare comes first.
-
-    What chooses blocks does so by a script: choices of random weights change nearly all in each step.
-    """
-    whole = (options.contexts, options.batches, options.replay) == (CONTEXTS, BATCHES, None)
-    script = options.replay or aims.FEW
-    chosen = [case for case in aims.CASES if case[2] in options.rows] if whole else []
-    pairs = [(context, batch) for context in options.contexts for batch in options.batches]
-    order = {(context << 10, batch): place for place, (context, batch) in enumerate(FIRST)}
-    pairs.sort(key=lambda pair: (order.get(pair, len(order)), pair))
-    chosen += [
-        (context, batch, row, script if chooses(row) else None) for context, batch in pairs for row in options.rows
-    ]
-    return {
-        f"{row}, {context} tokens, batch {batch}{f', {replay}' if replay else ''}": (context, batch, row, replay)
-        for context, batch, row, replay in chosen
-    }
+def chosen_cases(options: Options) -> list[Case]:
+    """The cases in the order of their worth."""
+    contexts, batches, rows = (
+        numbers(options.contexts),
+        numbers(options.batches),
+        options.rows.replace(" ", "").split(","),
+    )
+    asked = (
+        (context, batch, row, (options.replay or FEW) if row.removesuffix("-graph") in VARIANTS else None)
+        for context, batch, row in itertools.product(contexts, batches, rows)
+    )
+    usual = Options()
+    whole = (options.contexts, options.batches, options.replay) == (usual.contexts, usual.batches, None)
+    first = [(context << 10, *rest) for context, *rest in FIRST if rest[1] in rows and whole]
+    return list(dict.fromkeys([*first, *asked]))
 
 
-def chooses(row: str) -> bool:
-    """Whether a row chooses blocks."""
-    return row.removesuffix("-graph") in VARIANTS
+def cases(options: Options) -> Cases:
+    """A case a row, context and batch."""
+    config, found = models.config_of(options), Cases()
+    for context, batch, row, script in chosen_cases(options):
+        name = f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}"
+        gib = models.kv_bytes(config, context * batch, options.dtype.itemsize) / 2**30
+        work = functools.partial(row_of, options, context, batch, row, script)
+        found[name] = SECONDS + SECONDS_A_GIB * gib, work
+    return found
 
 
-def names(options: Options) -> list[str]:
-    """The cases."""
-    return list(cases(options))
-
-
-def run(options: Options, todo: Sequence[str], report: Report) -> None:
-    """Measure row after row; the model is built within the first one."""
-    model: PreTrainedModel | None = None
-    chosen = cases(options)
-    for name in todo:
-        context, batch, row, script = chosen[name]
-        if report.seconds_left < 20 and not options.quick:
-            return
-        gib = models.kv_bytes(models.config_of(options), context * batch, options.dtype.itemsize) / 2**30
-        cold = COLD_SECONDS if model is None else 0
-        with torch.no_grad(), report.case(name, cold + SECONDS + SECONDS_A_GIB * gib):
-            model = model or models.build(options)
-            facts = {"context": context, "batch": batch, "row": row, "replay": script or "none"}
-            try:
-                found = measure(options, model, context, batch, row, script)
-                report.row(**facts, **found, layers=options.layers)
-            except (NotApplicable, torch.OutOfMemoryError) as reason:
-                report.row(**facts, note=str(reason).splitlines()[0], layers=options.layers)
-                raise
+def row_of(options: Options, context: int, batch: int, name: str, script: str | None) -> Iterator[dict[str, Any]]:
+    """One row of results; with a note alone where it does not fit."""
+    facts = {"context": context, "batch": batch, "row": name, "replay": script or "none", "layers": options.layers}
+    try:
+        yield facts | measure(options, models.build(options), context, batch, name, script)
+    except (NotApplicable, torch.OutOfMemoryError) as reason:
+        yield facts | {"note": str(reason).splitlines()[0]}
+        raise
+    finally:
         models.free(options)
 
 
@@ -114,38 +107,31 @@ def make_row(options: Options, name: str, script: Script | None, block: int, con
     if name in ("dynamic", "offloading"):
         return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
     memory = {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
-    graph = {"cuda_graph": name.endswith("-graph")}
-    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, **memory, **graph}
+    small = {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
+    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, "cuda_graph": name.endswith("-graph")}
+    knobs |= memory
     if name.startswith(FULL):
-        return Row(name, "full", {**knobs, "resident": context, "block_size": block if options.quick else FULL_BLOCK})
+        return Row(name, "full", knobs | {"resident": context, "block_size": block if options.quick else FULL_BLOCK})
     kind = name.removesuffix("-graph")
     if kind in FREE:
         attended = {} if "samples" in FREE[kind] else {"budget": options.budget}
         if kind != "drawn" and options.on_gpu:
-            knobs.pop("resident")
-        return Row(name, Scout(**attended, **_small(options), **FREE[kind]), knobs)
-    policy: dict[str, Any] = {"budget": options.budget, "dense": False, **_small(options), **VARIANTS[kind]}
+            del knobs["resident"]
+        return Row(name, Scout(**attended, **small, **FREE[kind]), knobs)
+    policy: dict[str, Any] = {"budget": options.budget, "dense": False, **small, **VARIANTS[kind]}
     if script is None:
         return Row(name, Scout(**policy), knobs)
     return Row(name, Replay(**{"recall": script.interval, **policy}, script=script), knobs)
 
 
-def _small(options: Options) -> dict[str, Any]:
-    return {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
-
-
 @functools.cache
 def script_of(options: Options, replay: str, heads: int, context: int, batch: int, block: int) -> Script:
     """The script of these numbers for a context and batch."""
-    numbers, scout = parse(replay), Scout(**_small(options))
-    first = filled_tokens(context, block)
-    # A step attends itself too; the last ones are there for a profile.
-    at = [-(-(first + step + 1) // block) for step in range(2 * block)]
-    newest = -(-scout.recent // block) + 1
-    return write_script(
-        (batch, heads), at, options.budget // block, (-(-scout.sinks // block), newest), **numbers,
-        device=options.device,
-    )  # fmt: skip
+    sinks, recent = (8, 8) if options.quick else (Scout().sinks, Scout().recent)
+    # A step attends itself too.
+    at = [-(-(filled_tokens(context, block) + step + 1) // block) for step in range(2 * block)]
+    fixed = -(-sinks // block), -(-recent // block) + 1
+    return write_script((batch, heads), at, options.budget // block, fixed, **parse(replay), device=options.device)
 
 
 _kv = functools.lru_cache(maxsize=1)(models.random_kv)  # filled into cache after cache
@@ -158,12 +144,10 @@ def measure(
 
     Args:
         replay: numbers of the script by which the row chooses, or None.
-
-    Raises:
-        NotApplicable: it does not fit.
     """
-    check_row(options, name)
-    block = block_of(options)
+    if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
+        raise NotApplicable(f"{name} needs a GPU")
+    block = 8 if options.quick else BLOCK
     heads, dim = model.config.num_key_value_heads, models.head_dim(model.config)
     script = None if replay is None else script_of(options, replay, heads, context, batch, block)
     row = make_row(options, name, script, block, context)
@@ -172,42 +156,14 @@ def measure(
     kv = _kv(options, heads, dim, filled_tokens(context, block) - models.PROMPT)
     cache = models.fill(options, model, row, batch, kv)
     filled = time.perf_counter() - start
-    tokens = torch.randint(model.config.vocab_size, (steps_of(options), batch, 1), device=options.device)
-    found = time_cache(options, model, cache, tokens) | {"fill_s": filled}
-    if script is not None:
-        found |= {"script_miss": script.miss, "script_drift": script.drift}
-    return found
+    found = time_cache(options, model, cache, batch) | {"fill_s": filled}
+    return found | ({} if script is None else {"script_miss": script.miss, "script_drift": script.drift})
 
 
-def check_row(options: Options, name: str) -> None:
-    """Refuse a row that cannot be had without a GPU.
-
-    Raises:
-        NotApplicable: there is none.
-    """
-    if name.endswith("-graph") and not options.on_gpu:
-        raise NotApplicable("a CUDA graph needs a GPU")
-    if name == "offloading" and not options.on_gpu:
-        raise NotApplicable("offloading needs a GPU")
-
-
-def block_of(options: Options) -> int:
-    """Tokens a block."""
-    return 8 if options.quick else BLOCK
-
-
-def steps_of(options: Options) -> int:
-    """Decode steps of a row at most."""
-    return WARM_UP + options.steps + PROFILED
-
-
-def time_cache(options: Options, model: PreTrainedModel, cache: Cache, tokens: torch.Tensor) -> dict[str, Any]:
-    """Time decode steps of a cache that is full, then profile some; milliseconds.
-
-    Args:
-        tokens: `[steps, B, 1]`, as many as `steps_of` says.
-    """
-    batch, coming = tokens.shape[1], iter(tokens)
+def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: int) -> dict[str, Any]:
+    """Time decode steps of a cache that is full; milliseconds."""
+    shape = WARM_UP + options.steps, batch, 1
+    coming = iter(torch.randint(model.config.vocab_size, shape, device=options.device))
     mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
@@ -216,21 +172,28 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, tokens: t
         model(input_ids=next(coming), attention_mask=mask, past_key_values=cache)
 
     times = time_steps(options, step)
-    spread, mean = percentiles(times), sum(times) / len(times)
+    mean = sum(times) / len(times)
     found: dict[str, Any] = {
-        "tokens_per_s": 1000 * batch / mean, **spread, "mean": mean, "steps": len(times),
-        **(counted(cache) if isinstance(cache, HybridCache) else {"device_kv_gib": _stock_gib(cache)}),
-    }  # fmt: skip
+        "tokens_per_s": 1000 * batch / mean,
+        **percentiles(times),
+        "mean": mean,
+        "steps": len(times),
+    }
     if options.on_gpu:
-        slow = max(times) * PROFILED > 20_000
-        events = [] if slow else timeline.profile(step, PROFILED)
-        shares = timeline.shares(events, PROFILED)
-        found |= shares | {"between": timeline.between(spread["p50"], shares)}
-        found |= {"kernels": timeline.by_kernel(events, PROFILED)}
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if isinstance(cache, HybridCache):
-        cache.drain()
-    return found
+    if not isinstance(cache, HybridCache):
+        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        near = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
+        return found | {"device_kv_gib": near / 2**30}
+    told = cache.stats().as_dict()
+    steps = told["steps"]
+    cache.drain()
+    return found | {
+        "cpu_ratio": told["cpu_ratio"], "recall_mib_per_step": told["recall_bytes"] / steps / 2**20,
+        "host_wait_ms": 1000 * told["wait_seconds"] / steps, "query_cosine": told["query_cosine"],
+        "dense_share": told["dense_share"], "device_kv_gib": told["device_bytes"] / 2**30,
+        "host_kv_gib": told["host_bytes"] / 2**30,
+    }  # fmt: skip
 
 
 def time_steps(options: Options, step: Any) -> list[float]:
@@ -242,29 +205,10 @@ def time_steps(options: Options, step: Any) -> list[float]:
         if number >= 2 and time.perf_counter() - begun > STEP_SECONDS / 3:
             break
     times: list[float] = []
-    for _ in range(options.steps):
+    while len(times) < options.steps and (len(times) < 3 or sum(times) < 1000 * STEP_SECONDS):
         options.synchronize()
         start = time.perf_counter()
         step()
         options.synchronize()
         times.append(1000 * (time.perf_counter() - start))
-        if sum(times) > 1000 * STEP_SECONDS and len(times) >= 3:
-            break
     return times
-
-
-def counted(cache: HybridCache) -> dict[str, Any]:
-    """What the cache has counted over all its steps."""
-    total = cache.stats().as_dict()
-    steps = total["steps"]
-    return {
-        "cpu_ratio": total["cpu_ratio"], "recall_mib_per_step": total["recall_bytes"] / steps / 2**20,
-        "host_wait_ms": 1000 * total["wait_seconds"] / steps, "query_cosine": total["query_cosine"],
-        "dense_share": total["dense_share"], "device_kv_gib": total["device_bytes"] / 2**30,
-        "host_kv_gib": total["host_bytes"] / 2**30,
-    }  # fmt: skip
-
-
-def _stock_gib(cache: Any) -> float:
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu") / 2**30

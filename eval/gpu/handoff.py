@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 
 from common import percentiles
 from gpu.options import Options
-from gpu.supervise import Report
+from gpu.supervise import Cases
+from gpu.timing import recorded
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.decode_attention import decode_attention
@@ -20,39 +22,34 @@ from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, tag_of
 from hf_offload.gpu.handover import Inbox, hand_over
-from hf_offload.graph.graph_capture import Announced, Capture, Recorder, undisturbed
+from hf_offload.graph.graph_capture import Announced, Capture
 
 LAYERS = 36
 TARGET = 15.0  # microseconds a layer
 FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
-_NOWHERE = np.zeros(2, np.int64)
 
 
-def names(options: Options) -> list[str]:
-    """The cases: a work, and how many threads there are for it."""
+def cases(options: Options) -> Cases:
+    """A work, and how many threads there are for it; a step hands over as many pieces of it as a model has layers."""
     counts = [1] if options.quick else sorted({1, 4, 8, max((os.cpu_count() or 2) - 1, 1)})
-    return ["kernels alone", *(f"{work}, {count} threads" for work in WORKS for count in counts)]
+    found: Cases = {"kernels alone": (SECONDS, partial(measure, options, "kernels alone", 0))}
+    for work in WORKS:
+        found |= {f"{work}, {n} threads": (SECONDS, partial(measure, options, work, n)) for n in counts}
+    return found
 
 
-def run(options: Options, todo: Sequence[str], report: Report) -> None:
-    """Measure; a step hands over one piece of work after the other, as many as a model has layers."""
+def measure(options: Options, work: str, threads: int) -> Iterator[dict[str, Any]]:
+    """Microseconds a layer."""
     layers = 4 if options.quick else LAYERS
-    with torch.no_grad():
-        for name in todo:
-            if report.seconds_left < 5:
-                return
-            with report.case(name, SECONDS):
-                work, *threads = name.split(", ")
-                count = int(threads[0].split()[0]) if threads else 0
-                times = by_flags(options, WORKS.get(work), count, layers)
-                a_layer = percentiles(1e6 * seconds / layers for seconds in times)
-                report.row(work=work, host_threads=count, layers=layers, **a_layer, target=TARGET)
+    times = by_flags(options, WORKS.get(work), threads, layers)
+    a_layer = percentiles(1e6 * seconds / layers for seconds in times)
+    yield {"work": work, "host_threads": threads, "layers": layers, **a_layer, "target": TARGET}
 
 
 def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
     """Work that is none."""
-    return lambda: touch_records(_NOWHERE, 0)
+    return lambda: touch_records(np.zeros(2, np.int64), 0)
 
 
 def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
@@ -81,43 +78,18 @@ def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
     return launch
 
 
-class Sent:
-    """What goes to the host in a step: the query, and some blocks a head of 64 that it might be.
-
-    Args:
-        options: say where it comes from.
-        blocks: how many.
-    """
-
-    def __init__(self, options: Options, blocks: int) -> None:
-        shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
-        self.query, self.blocks, self.counts = (
-            torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes
-        )
-        self.counts.fill_(blocks)
-        there = (torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes)
-        self.inbox = Inbox(*there, torch.zeros(1, dtype=torch.int32, device=options.device))
-
-    def go(self, flag: torch.Tensor, epoch: torch.Tensor) -> None:
-        """Hand it over, and announce it by a flag."""
-        hand_over(self.inbox, self.query, self.blocks, self.counts, flag=flag, epoch=epoch)
-
-
 Work = Callable[[torch.dtype], Callable[[], Launch]]
 WORKS: dict[str, Work] = {"nothing": nothing, f"{FEW} blocks a head": few_blocks}
 
 
-def _rounds(options: Options, step: Callable[[], None]) -> list[float]:
-    """Seconds of each of some steps, after some that do not count."""
-    times = []
-    for number in range(4 if options.quick else 220):
-        options.synchronize()
-        start = time.perf_counter()
-        step()
-        options.synchronize()
-        if number >= (1 if options.quick else 20):
-            times.append(time.perf_counter() - start)
-    return times
+def _sender(options: Options, blocks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """What hands over a query and some blocks a head of 64 that it might be, and announces it by a flag."""
+    shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
+    sent = tuple(torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes)
+    sent[2].fill_(blocks)
+    there = (torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes)
+    inbox = Inbox(*there, torch.zeros(1, dtype=torch.int32, device=options.device))
+    return lambda flag, epoch: hand_over(inbox, *sent, flag=flag, epoch=epoch)
 
 
 def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> list[float]:
@@ -125,34 +97,35 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
     capture = Capture(torch.device(options.device), layers, timeout=10.0)
     partials: list[Any] = [object() for _ in range(layers)]
     launch = (work or nothing)(options.dtype)
-    sent = Sent(options, FEW if work is few_blocks else 0)
+    send = _sender(options, FEW if work is few_blocks else 0)
 
     def launches() -> tuple[Launch, ...]:
         return (launch(),)
 
+    def answer(epoch: int) -> None:
+        """Have all answers there up to an epoch, so that nobody is waited for."""
+        capture.flags.zero_()
+        capture.flags[1 : 2 * layers : 2] = epoch
+
     def step() -> None:
         capture.announced.clear()
         capture.epoch.add_(1)
-        for number, partial in enumerate(partials):
-            flag = capture.flag_of(partial, launches, f"item {number}", key=partial, after=None)
-            sent.go(flag, capture.epoch)
-            capture.wait(partial)
+        for number, partial_ in enumerate(partials):
+            flag = capture.flag_of(partial_, launches, f"item {number}", key=partial_, after=None)
+            send(flag, capture.epoch)
+            capture.wait(partial_)
 
-    replay = step
     if options.on_gpu:
-        answer(capture, layers, 1 << 30)
+        answer(1 << 30)
         step()  # kernels are compiled before they are captured
         options.synchronize()
-        answer(capture, layers, 0)
+        answer(0)
         capture.epoch.zero_()
-        recorder = Recorder()
-        with undisturbed():
-            recorder.record(step)
-        replay = recorder.replay
     else:
         capture.announced.extend(Announced(each, launches, "an item", each, None) for each in partials)
+    replay = recorded(options, step)
     if work is None:
-        answer(capture, layers, 1 << 30)
+        answer(1 << 30)
         return _rounds(options, replay)
     doorbell = Doorbell(threads)
     try:
@@ -166,7 +139,14 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
         doorbell.stop()
 
 
-def answer(capture: Capture, layers: int, epoch: int) -> None:
-    """Have all answers there up to an epoch, so that nobody is waited for."""
-    capture.flags.zero_()
-    capture.flags[1 : 2 * layers : 2] = epoch
+def _rounds(options: Options, step: Callable[[], Any]) -> list[float]:
+    """Seconds of each of some steps, after some that do not count."""
+    times = []
+    for number in range(4 if options.quick else 220):
+        options.synchronize()
+        start = time.perf_counter()
+        step()
+        options.synchronize()
+        if number >= (1 if options.quick else 20):
+            times.append(time.perf_counter() - start)
+    return times

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from gpu.inputs import Inputs, Operation, Size, size_of
-from gpu.operations import device_partial, merge_with_host
+from gpu.operations import Inputs, merge_with_host, size_of
 from gpu.options import Options
-from gpu.timing import Timer
+from gpu.timing import Timer, recorded
 from hf_offload.gpu.handover import wait_for_flag
 from hf_offload.gpu.merge import HostResult, merge
-from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 BATCHES = (1, 8, 16)
 REPLAYS = 200
@@ -22,55 +20,29 @@ _SPINS = 5_000_000  # looks at the flag, some seconds
 
 
 def times(options: Options, batch: int) -> Iterator[dict[str, Any]]:
-    """Microseconds of one merge: the kernel reads pinned memory ("read"), or a copy to the device goes before it."""
-    timer = Timer(options)
-    variants: dict[str, Callable[[Inputs], Operation]] = {"read": merge_with_host, "copied": copied}
-    for variant, make in variants.items():
-        operation = make(Inputs(options, size_of(options, batch)))
-        yield {
-            "variant": variant, "batch": batch, **timer.device_time(operation.call),
-            "in_graph": timer.graph_time(operation.call), "link_bytes": operation.link_bytes,
-        }  # fmt: skip
-
-
-def copied(x: Inputs) -> Operation:
-    """One copy of out, mean key and lse from one pinned buffer, then the merge of what lies on the device."""
-    lines, dim = torch.Size(x.size.heads).numel(), x.size.dim
-    pinned = torch.randn(lines * (2 * dim + 1), pin_memory=x.options.on_gpu)
-    there = torch.empty_like(pinned, device=x.options.device)
-    out, kbar, lse = there.split([lines * dim, lines * dim, lines])
-    heads = x.size.heads
-    host = HostResult(out.view(*heads, dim), lse.view(heads), kbar.view(*heads, dim), x.query())
-    call = device_partial(x, host)
-
-    def both() -> None:
-        there.copy_(pinned, non_blocking=True)
-        call()
-
-    return Operation(both, link_bytes=pinned.nbytes, keep=(pinned,))
+    """Microseconds of one merge, whose kernel reads pinned memory."""
+    timer, operation = Timer(options), merge_with_host(Inputs(options, size_of(options, batch)))
+    spread, in_graph = timer.device_time(operation.call), timer.graph_time(operation.call)
+    yield {"variant": "read", "batch": batch, **spread, "in_graph": in_graph, "link_bytes": operation.link_bytes}
 
 
 def replays(options: Options) -> Iterator[dict[str, Any]]:
-    """Replays of a wait and a merge whose partial the CPU changes each time, two of three while the device waits.
-
-    Raises:
-        ArithmeticError: a replay merged anything but what the CPU had written for it.
-    """
-    size = size_of(options, 2)
-    merged_by = _waiting_merge(options, size)
+    """Replays of a wait and a merge whose partial the CPU changes each time, two of three while the device waits."""
+    merged_by = _waiting_merge(options)
     count = 4 if options.quick else REPLAYS
     wrong = [number for number in range(1, count + 1) if merged_by(number) != {float(number)}]
-    yield {"variant": "read", "batch": size.batch, "replays": count, "wrong": len(wrong)}
+    yield {"variant": "read", "batch": 2, "replays": count, "wrong": len(wrong)}
     if wrong:
         raise ArithmeticError(f"{len(wrong)} of {count} replays merged another partial, the first is {wrong[0]}")
 
 
-def _waiting_merge(options: Options, size: Size) -> Callable[[int], set[float]]:
+def _waiting_merge(options: Options) -> Callable[[int], set[float]]:
     """A function that replays a wait for a flag and a merge, and returns what numbers are in the result.
 
     The CPU writes a number into all of the partial, and then into the flag.
     """
-    pin, device, (batch, heads) = options.on_gpu, options.device, size.heads
+    size, pin, device = size_of(options, 2), options.on_gpu, options.device
+    batch, heads = size.heads
     shares = torch.zeros(batch, heads, 1, size.dim, device=device), torch.full((batch, heads, 1), -1e30, device=device)
     query = torch.zeros(batch, heads, size.dim, device=device)
     host = HostResult(torch.zeros(batch, heads, size.dim, pin_memory=pin), torch.zeros(batch, heads, pin_memory=pin))
@@ -88,12 +60,7 @@ def _waiting_merge(options: Options, size: Size) -> Callable[[int], set[float]]:
     options.synchronize()
     epoch.zero_()
     flag.zero_()
-    replay: Callable[[], Any] = step
-    if options.on_gpu:
-        recorder = Recorder()
-        with undisturbed():
-            recorder.record(step)
-        replay = recorder.replay
+    replay = recorded(options, step)
 
     def write(number: int) -> None:
         host.out.fill_(float(number))

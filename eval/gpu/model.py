@@ -13,7 +13,7 @@ of one stream follow each other. Not in the model: noise, and what kernels do to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,10 @@ import numpy as np
 import typer
 
 from common import RESULTS, command, show, write_csv
-from gpu import aims
+from gpu.decoding import FEW, MANY
 from gpu.replay import parse
 from gpu.results import read_table
 from hf_offload.cache.residence import blocks_soon, fitting_slots
-from hf_offload.gpu.kv_copy import FETCHERS
 from hf_offload.policies.base import DENSE_BYTES
 
 K = 1 << 10
@@ -42,8 +41,12 @@ OTHERS_OF_FULL, OTHERS_OF_SCOUT = 650, 1200
 """Launches that are no small kernels: products and the package's own; they count for the gaps between kernels."""
 LAUNCHES_OF_A_CHOICE, OTHERS_OF_A_CHOICE = 8, 5
 """In a layer that chooses among resident blocks: small kernels, and scores, tail, join, selection and split."""
-CHOSEN_ROW = "chosen-graph"
+FULL, CHOSEN_ROW = "full-resident-graph", "chosen-graph"
+SCRIPTS = FEW, MANY
 SHOWN = ("code", "context", "batch", "row", "replay", "measured", "predicted", "ratio", "tokens_per_s")
+
+Tables = Callable[[str], Iterable[Mapping[str, Any]]]
+"""The rows of a part of the check, by its name."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Work:
     @property
     def is_full(self) -> bool:
         """Whether all blocks are resident."""
-        return self.row == aims.FULL
+        return self.row == FULL
 
     @property
     def recalls(self) -> float:
@@ -168,12 +171,12 @@ def scripted(context: int, batch: int, script: str) -> Work:
 
 def full(context: int, batch: int = 1) -> Work:
     """A step of a full cache that is resident."""
-    return Work(context, batch, aims.FULL, "none")
+    return Work(context, batch, FULL, "none")
 
 
 AHEAD_OF_A_RUN = (
-    full(32 * K), *(scripted(32 * K, batch, script) for batch in (1, 8) for script in aims.SCRIPTS), full(64 * K),
-    *(scripted(64 * K, batch, script) for batch in (8, 40) for script in aims.SCRIPTS),
+    full(32 * K), *(scripted(32 * K, batch, script) for batch in (1, 8) for script in SCRIPTS), full(64 * K),
+    *(scripted(64 * K, batch, script) for batch in (8, 40) for script in SCRIPTS),
 )  # fmt: skip
 """What the check measures, and 40 rows at 64k, for which few machines have the memory."""
 
@@ -280,47 +283,34 @@ def predict(work: Work, code: Code, machine: Machine, measured: float | None = N
     }  # fmt: skip
 
 
-def rows_of(tables: aims.Tables) -> Iterator[tuple[Work, float]]:
+def rows_of(tables: Tables) -> Iterator[tuple[Work, float]]:
     """What was measured of the rows that the model knows, with what they had to do."""
     for row in tables("decode"):
-        known = row["row"] in (aims.FULL, "scout-graph", "scout-no-recall-graph") and row["layers"] == LAYERS
+        known = row["row"] in (FULL, "scout-graph", "scout-no-recall-graph") and row["layers"] == LAYERS
         if known and row.get("p50"):
             recalled = (row.get("recall_mib_per_step") or 0.0) * 2**20
             facts = row["context"], row["batch"], row["row"], row["replay"]
             yield Work(*facts, row.get("cpu_ratio") or 0.0, recalled), row["p50"]
 
 
-def measured_machine(tables: aims.Tables, machine: Machine) -> Machine:
-    """A machine with the speeds that a check has measured; what it did not get to stays."""
+def measured(tables: Tables, code: Code, machine: Machine) -> tuple[Code, Machine]:
+    """Code and machine with what a check has measured of them; what it did not get to stays."""
     kernels, rows = list(tables("kernels")), list(tables("pieces"))
     speeds = {
         "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
-        "cpu": [row["gb_per_s"] for row in rows if row.get("variant") == "ordinary, beside a fetch"],
-        "fetch": [row["gb_per_s"] for row in rows if _is_fetch(row)],
+        "fetch": [row["link_bytes"] / row["p50"] / 1000 for row in kernels if row["operation"] == "fetch_all"],
     }
+    machine = replace(machine, **{name: max(found) for name, found in speeds.items() if found})
     scored = [row for row in kernels if row["operation"] == "score_submeans" and row.get("in_graph")]
     if line := _line((row["device_bytes"], row["in_graph"]) for row in scored):
         machine = replace(machine, score=1 / line[0] / 1000, score_fixed=max(line[1], 0.0))
-    return replace(machine, **{name: max(found) for name, found in speeds.items() if found})
-
-
-def _is_fetch(row: aims.Row) -> bool:
-    """Whether a row of the pieces is a fetch with as many programs as the package's."""
-    return (row["piece"], row.get("programs")) == ("fetch", FETCHERS)
-
-
-def measured_code(tables: aims.Tables, code: Code) -> Code:
-    """The code with what a check has measured of it; what it did not get to stays."""
-    rows = list(tables("pieces"))
     merges = [row for row in rows if (row["piece"], row.get("variant")) == ("merge", "read") and row.get("in_graph")]
     if line := _line((row["batch"], row["in_graph"]) for row in merges):
         code = replace(code, merge=line[1], merge_row=line[0])
     for row in rows:
-        if _is_fetch(row) and row.get("beside"):
-            code = replace(code, slowed=max(row["beside"] / row["alone"], 1.0))
         if (row["piece"], row.get("variant")) == ("host time of a replay", "scout"):
             code = replace(code, host=row["launch"] / 1000)
-    return code
+    return code, machine
 
 
 def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
@@ -332,14 +322,14 @@ def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
     return float(slope), float(start)
 
 
-def table_of(tables: aims.Tables, code: Code, machine: Machine) -> list[dict[str, Any]]:
+def table_of(tables: Tables, code: Code, machine: Machine) -> list[dict[str, Any]]:
     """Rows that were measured, each beside what the model says of it."""
     return [predict(work, code, machine, measured) for work, measured in rows_of(tables)]
 
 
-def check(tables: aims.Tables) -> list[dict[str, Any]]:
+def check(tables: Tables) -> list[dict[str, Any]]:
     """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
-    code, machine = measured_code(tables, AFTER), measured_machine(tables, Machine())
+    code, machine = measured(tables, AFTER, Machine())
     rows = table_of(tables, code, machine)
     told = {(row["context"], row["batch"], row["row"], row["replay"]) for row in rows}
     others = [work for work in AHEAD_OF_A_RUN if (work.context, work.batch, work.row, work.replay) not in told]
@@ -367,7 +357,7 @@ def defaults() -> list[dict[str, Any]]:
             dense = fits and whole / LAYERS <= DENSE_BYTES
             ways: dict[str, Work] = {}
             if digests + lines * 3 * CHOSEN // 2 * RECORD <= free:
-                ways["split"] = scripted(context, batch, aims.FEW)
+                ways["split"] = scripted(context, batch, FEW)
             if fits:
                 ways |= {"full": full(context, batch), "chosen": Work(context, batch, CHOSEN_ROW, "none")}
             times = {name: sum(pieces(work, AFTER, machine).values()) for name, work in ways.items()}
@@ -382,21 +372,16 @@ def defaults() -> list[dict[str, Any]]:
     return rows
 
 
-def nothing(name: str) -> list[dict[str, Any]]:
-    """The tables of a check that has measured nothing."""
-    return []
-
-
 def main(
-    measured: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of a check that has ended.")
+    folder: Annotated[
+        Path | None, typer.Option("--measured", exists=True, file_okay=False, help="Folder of a check that has ended.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = RESULTS / "gpu" / "model.csv",
 ) -> None:
     """Predict decode steps on a GPU from measured pieces."""
     rows = table_of(partial(read_table, RESULTS / "h100"), BEFORE, Machine())
     rows += [predict(work, BEFORE, Machine()) for work in AHEAD_OF_A_RUN if not work.is_full]
-    rows += check(nothing if measured is None else partial(read_table, measured))
+    rows += check((lambda name: []) if folder is None else partial(read_table, folder))
     show("milliseconds a step", rows, SHOWN)
     write_csv(out, rows)
     chosen = defaults()

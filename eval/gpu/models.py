@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from typing import Any
@@ -40,8 +41,9 @@ def narrow_config(layers: int) -> Qwen3Config:
     )  # fmt: skip
 
 
+@functools.cache
 def build(options: Options) -> PreTrainedModel:
-    """A model of this shape with random weights, made where it will run."""
+    """A model of this shape with random weights, made where it will run; one for a process."""
     torch.manual_seed(0)
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(
@@ -80,11 +82,7 @@ def kv_bytes(config: Any, tokens: int, itemsize: int) -> int:
 
 
 def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, tokens: int) -> None:
-    """Refuse what is over the cap of KV on the device, or over the host's memory.
-
-    Raises:
-        NotApplicable: it does not fit; the message says by how much.
-    """
+    """Refuse what is over the cap of KV on the device, or over the host's memory."""
     config, itemsize = model.config, options.dtype.itemsize
     everything = kv_bytes(config, batch * tokens, itemsize)
     near, far = everything, 0

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+import typer
+
+from common import listed, numbers
+from gpu.replay import parse
+
+VARIANTS = ("scout", "scout-no-recall", "scout-off", "scout-quest")
+"""Rows that choose blocks by a script."""
+OTHERS = ("full-resident", "default", "chosen", "drawn")
+ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (*OTHERS, *VARIANTS) for graph in ("", "-graph")))
+USUAL = (
+    "scout-graph,full-resident-graph,default-graph,scout,dynamic,offloading,chosen-graph,drawn-graph,"
+    "scout-no-recall-graph,scout-off-graph,scout-quest-graph"
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the check; defaults as on the command line.
+    """Options of the check."""
 
-    Args:
-        device: where tensors lie: "cuda" or "cpu".
-        quick: tiny sizes, to see that everything runs.
-        layers: decoder layers of the model.
-        kv_gib: GiB of keys, values and digests that a decode row may keep on the device, or None: all that is free.
-        contexts: tokens.
-        batches: rows decoded at once.
-        rows: names of decode rows.
-        budget: tokens that a sparse decode attends.
-        replay: the numbers of the script by which all rows choose ("miss=0.1,drift=0.15"), or None: those of
-            `aims.SCRIPTS`.
-        steps: decode steps that are timed.
-        host_gib: GiB of host memory that a decode row may take, or None: four fifths of the machine's.
-        model: folder or name of a model with trained weights, or None.
-    """
+    device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda"
+    quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 36
+    kv_gib: Annotated[
+        float | None, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device [all].")
+    ] = None
+    host_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB of host memory that a row may take, if a machine gets it bit by bit [4/5]."),
+    ] = None
+    contexts: Annotated[str, typer.Option(help="Tokens, comma-separated; k is 1,024.")] = "32k,64k"
+    batches: Annotated[str, typer.Option(help="Rows decoded at once, comma-separated.")] = "1,8,16"
+    rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}.")] = USUAL
+    budget: Annotated[int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")] = (
+        2048
+    )
+    replay: Annotated[
+        str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": the script by which all rows choose.')
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32
 
-    device: str = "cuda"
-    quick: bool = False
-    layers: int = 36
-    kv_gib: float | None = None
-    contexts: tuple[int, ...] = ()
-    batches: tuple[int, ...] = ()
-    rows: tuple[str, ...] = ()
-    budget: int = 2048
-    replay: str | None = None
-    steps: int = 32
-    host_gib: float | None = None
-    model: str | None = None
+    def __post_init__(self) -> None:
+        listed(self.rows, ROWS, "rows")
+        numbers(f"{self.contexts},{self.batches}")
+        try:
+            parse(self.replay or "miss=0,drift=0")
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    def made_tiny(self) -> Options:
+        """The same with tiny sizes, if `quick`."""
+        if not self.quick:
+            return self
+        sizes = {"layers": min(self.layers, 2), "budget": min(self.budget, 64), "steps": min(self.steps, 4)}
+        return replace(self, contexts="256", batches="2", **sizes)
 
     @property
     def on_gpu(self) -> bool:

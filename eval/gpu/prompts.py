@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from gpu import models
 from gpu.options import Options
-from gpu.supervise import NotApplicable, Report
+from gpu.supervise import Cases, NotApplicable
 from hf_offload import HybridCache
 
 SECONDS = 90
@@ -21,31 +22,25 @@ ROWS = ("default", "offloading", "dynamic")
 SHOWN = ("row", "context", "first", "second", "note")
 
 
-def names(options: Options) -> list[str]:
-    """The cases."""
-    return list(ROWS)
+def cases(options: Options) -> Cases:
+    """A case a row."""
+    return {name: (SECONDS, partial(measure, options, name)) for name in ROWS}
 
 
-def run(options: Options, todo: Sequence[str], report: Report) -> None:
-    """Measure row after row; the model is built within the first one."""
-    model: PreTrainedModel | None = None
+def measure(options: Options, name: str) -> Iterator[dict[str, Any]]:
+    """One row: a new cache each time, the first with memory that nobody has had yet."""
+    if name == "offloading" and not options.on_gpu:
+        raise NotApplicable("offloading needs a GPU")
     tokens = QUICK_TOKENS if options.quick else TOKENS
-    for name in todo:
-        if report.seconds_left < 10 and not options.quick:
-            return
-        with torch.no_grad(), report.case(name, SECONDS):
-            if name == "offloading" and not options.on_gpu:
-                raise NotApplicable("offloading needs a GPU")
-            if model is None:
-                model = models.build(options)
-                _first_token(options, model, "dynamic", tokens // 8)  # which loads libraries
-            times = [_first_token(options, model, name, tokens) for _ in range(2)]
-            report.row(row=name, context=tokens, first=times[0], second=times[1], layers=options.layers)
-        models.free(options)
+    _first_token(options, "dynamic", tokens // 8)  # which loads libraries
+    first, second = (_first_token(options, name, tokens) for _ in range(2))
+    yield {"row": name, "context": tokens, "first": first, "second": second, "layers": options.layers}
+    models.free(options)
 
 
-def _first_token(options: Options, model: PreTrainedModel, name: str, tokens: int) -> float:
+def _first_token(options: Options, name: str, tokens: int) -> float:
     """Seconds of a new cache and a prompt of one row, in one piece."""
+    model = models.build(options)
     model.set_attn_implementation("hybrid_sparse" if name == "default" else "sdpa")
     ids = torch.randint(model.config.vocab_size, (1, tokens), device=options.device)
     gc.collect()

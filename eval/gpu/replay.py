@@ -35,11 +35,7 @@ class Script:
 
 
 def parse(text: str) -> dict[str, float]:
-    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out."""
     numbers = {"recall": 8.0}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -67,59 +63,48 @@ def write_script(
         miss, drift: as in `Script`, the aim.
         recall: steps between recalls, 0 for never.
         device: where the script lies.
-
-    Raises:
-        ValueError: the context is too short for the budget.
     """
     first, newest = fixed
-    free = np.arange(first, blocks_at[0] - newest)
-    middle = budget - first - newest
+    free, middle, steps = np.arange(first, blocks_at[0] - newest), budget - first - newest, len(blocks_at)
     if middle < 2 or len(free) < 2 * middle:
         raise ValueError(f"{blocks_at[0]} blocks are too few for a script with a budget of {budget}")
-    rng = np.random.default_rng(0)
-    distinct = min(lines[0] * lines[1], DISTINCT)
-    starts, paths, far, moved = [], [], [], []
-    for _ in range(distinct):
-        start, path, missing, changes = _one_line(
-            rng, free, middle, len(blocks_at), miss * budget, drift * budget, int(recall)
-        )
-        starts.append(start)
-        paths.append(path)
-        far.append(missing)
-        moved.append(changes)
+    rng, count = np.random.default_rng(0), min(lines[0] * lines[1], DISTINCT)
+    found = [_one_line(rng, free, middle, steps, miss * budget, drift * budget, int(recall)) for _ in range(count)]
 
     def whole(middles: np.ndarray, blocks: int) -> np.ndarray:
-        around = np.arange(first), np.arange(blocks - newest, blocks)
-        return np.concatenate([around[0], middles, around[1]])
-
-    chosen = np.stack([[whole(path[step], blocks_at[step]) for path in paths] for step in range(len(blocks_at))])
-    resident = np.stack([whole(start, blocks_at[0]) for start in starts])
-    spread = np.arange(lines[0] * lines[1]) % distinct
+        """`[…, middle]` with the first and the newest blocks around them."""
+        around = (np.broadcast_to(each, (*middles.shape[:-1], len(each)))
+                  for each in (np.arange(first), np.arange(blocks - newest, blocks)))  # fmt: skip
+        before, behind = around
+        return np.concatenate([before, middles, behind], -1)
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        picked = array[..., spread, :].reshape(*array.shape[:-2], *lines, budget)
-        return torch.from_numpy(picked.astype(np.int32)).to(device)
+        picked = array[..., np.arange(lines[0] * lines[1]) % count, :]
+        return torch.from_numpy(picked.reshape(*array.shape[:-2], *lines, budget).astype(np.int32)).to(device)
 
+    starts, paths, far, moved = (np.array(each) for each in zip(*found, strict=True))
+    chosen = np.stack([whole(paths[:, step], blocks) for step, blocks in enumerate(blocks_at)])
     return Script(
-        tensor(resident), tensor(chosen), int(recall), float(np.mean(far)) / budget, float(np.mean(moved)) / budget
+        tensor(whole(starts, blocks_at[0])), tensor(chosen), int(recall), far.mean() / budget, moved.mean() / budget
     )
 
 
 def _one_line(
     rng: np.random.Generator, free: np.ndarray, middle: int, steps: int, miss: float, drift: float, recall: int
-) -> tuple[np.ndarray, list[np.ndarray], list[int], list[int]]:
+) -> tuple[list[int], list[list[int]], list[int], list[int]]:
     """One row and KV head: resident blocks, the choice of each step, and how many are missing and new in each.
 
     `miss` and `drift` are numbers of blocks here, `middle` is how many are chosen of the `free` ones.
     """
-    resident = set(rng.choice(free, middle, replace=False).tolist())
-    start, chosen = np.sort(list(resident)), set(resident)
-    path, missing, changes = [], [], []
 
     def some(of: set[int], count: int) -> set[int]:
         pool = sorted(of)
         return set(rng.choice(pool, min(max(count, 0), len(pool)), replace=False).tolist())
 
+    everything = set(free.tolist())
+    resident = some(everything, middle)
+    start, chosen = sorted(resident), set(resident)
+    path, missing, changes = [], [], []
     for step in range(steps):
         aim, change = min(int(miss + rng.random()), middle), int(drift + rng.random())  # their means are as wanted
         before, near, far = set(chosen), chosen & resident, chosen - resident
@@ -128,12 +113,12 @@ def _one_line(
         swap = min(change // 2, len(spare), len(near))
         near = (near - some(near, swap)) | some(spare, swap)
         far -= some(far, max(change - swap, len(far) - aim))
-        far |= some(set(free.tolist()) - resident - far, aim - len(far))
+        far |= some(everything - resident - far, aim - len(far))
         wanted = middle - len(far)
         near -= some(near, len(near) - wanted)
         near |= some(resident - near, wanted - len(near))
         chosen = near | far
-        path.append(np.sort(list(chosen)))
+        path.append(sorted(chosen))
         missing.append(len(far))
         changes.append(len(chosen - before))
         if recall and (step + 1) % recall == 0:

@@ -3,109 +3,96 @@
 from __future__ import annotations
 
 import csv
-import platform
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common import environment
-
 
 class Results:
-    """A folder of results; every row is on disk when `add` returns.
+    """A folder of results, which several processes add to, one after the other; a row is on disk when `add` returns.
 
     Args:
         folder: made if it is not there.
-        commit: what the results call the commit where the sources are no git checkout, or None.
-        parts: that are run now; what an earlier call has told of the cases of other parts stays.
-        lasting: parts of which cases that were done at this commit stay, too.
+        meta: what every row says of machine and code (`common.environment`).
     """
 
-    def __init__(
-        self, folder: Path, commit: str | None, parts: Collection[str] = (), lasting: Collection[str] = ()
-    ) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:
+        self.folder, self.meta, self.log = folder, dict(meta), folder / "failed.txt"
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self.meta = environment()
-        except FileNotFoundError:  # git is not installed
-            gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
-            self.meta = {
-                "commit": "unknown",
-                "gpu": gpu,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            }
-        if commit is not None:
-            self.meta["commit"] = commit
-        self.rows: dict[str, list[dict[str, Any]]] = {}
-        self.log = folder / "failed.txt"
-        cases = self.table("cases")
-        self.done = {
-            (row["part"], row["case"])
-            for row in cases
-            if row["part"] in lasting and row["status"] == "done" and self._same(row)
-        }
-        """Part and name of each case that stays."""
-        for part in lasting:
-            if rows := [row for row in self.table(part) if (part, row["suite"]) in self.done]:
-                self.rows[part] = rows
-        if kept := [row for row in cases if row["part"] not in parts or (row["part"], row["case"]) in self.done]:
-            self.rows["cases"] = kept
-        told = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
-        texts = [
-            text for text in re.split(r"^(?==== )", told, flags=re.M) if text[4:].split(":")[0] not in {"", *parts}
-        ]
-        self.log.write_text("".join(texts), encoding="utf-8")
 
-    def add(self, table: str, row: Mapping[str, Any]) -> None:
-        """Add a row to the table `<table>.csv`; floats with six significant digits."""
-        rows = self.rows.setdefault(table, [])
-        rows.append(dict(row))
-        columns = list(dict.fromkeys(key for one in (*rows, self.meta) for key in one))
-        with (self.folder / f"{table}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            for one in rows:
-                short = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in one.items()}
-                writer.writerow({**self.meta, **short})
+    def begin(self, parts: Collection[str], lasting: Collection[str]) -> None:
+        """Forget what an earlier call has told of some parts; of lasting ones, what is done at this commit stays."""
+        commit, gpu = self.meta["commit"], self.meta["gpu"]
+        known = commit != "unknown" and not commit.endswith("+changes")
+
+        def stays(row: Mapping[str, str]) -> bool:
+            same = known and (row["commit"], row["gpu"]) == (commit, gpu)
+            return row["part"] not in parts or (row["part"] in lasting and row["status"] == "done" and same)
+
+        cases = [row for row in _read(self.folder, "cases") if stays(row)]
+        self._write("cases", cases)
+        done = {(row["part"], row["case"]) for row in cases}
+        for part in parts:
+            self._write(part, [row for row in _read(self.folder, part) if (part, row.get("suite")) in done])
+        told = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
+        texts = re.split(r"^(?==== )", told, flags=re.M)
+        self.log.write_text("".join(t for t in texts if t[4:].split(":")[0] not in {"", *parts}), encoding="utf-8")
+
+    def add(self, table: str, *rows: Mapping[str, Any]) -> None:
+        """Add rows to `<table>.csv`; floats with six significant digits."""
+        short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+        self._write(table, [*_read(self.folder, table), *(row | self.meta for row in short)])
+
+    def case(self, part: str, name: str, status: str, seconds: float = 0.0, note: str = "") -> None:
+        """Note what became of a case, and in the log why it failed."""
+        last = note.strip().splitlines()[-1][:200] if note.strip() else ""
+        others = [row for row in _read(self.folder, "cases") if (row["part"], row["case"]) != (part, name)]
+        self._write("cases", others)
+        self.add("cases", {"part": part, "case": name, "status": status, "seconds": seconds, "note": last})
+        if status in ("failed", "cut off"):
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(f"=== {part}: {name}\n{note.rstrip()}\n\n")
+        if status != "running":
+            print(f"{part}: {name}: {status} ({seconds:.1f} s) {last}", flush=True)
+
+    def cases(self, part: str) -> dict[str, str]:
+        """The status of each case of a part that has been begun."""
+        return {row["case"]: row["status"] for row in _read(self.folder, "cases") if row["part"] == part}
 
     def table(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a table: this run's, or those that an earlier one has left in the folder."""
-        return self.rows[name] if name in self.rows else read_table(self.folder, name)
-
-    def _same(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row comes from the same sources, as far as is known, and the same kind of device."""
-        commit = self.meta["commit"]
-        known = commit != "unknown" and not commit.endswith("+changes")
-        return known and (str(row["commit"]), row["gpu"]) == (commit, self.meta["gpu"])
-
-    def complete(self, part: str) -> bool:
-        """Whether all cases of a part are done, by this call or before."""
-        return all(row["status"] == "done" for row in self.rows.get("cases", []) if row["part"] == part)
+        """The rows of a table."""
+        return read_table(self.folder, name)
 
     def pack(self) -> None:
         """Write all of the folder into an archive beside it: what is copied from elsewhere is one file."""
         shutil.make_archive(str(self.folder), "gztar", self.folder)
 
-    def failed(self, part: str, case: str, text: str) -> None:
-        """Add to the log."""
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(f"=== {part}: {case}\n{text.rstrip()}\n\n")
+    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        path = self.folder / f"{name}.csv"
+        if not rows:
+            path.unlink(missing_ok=True)
+            return
+        columns = [*dict.fromkeys(key for row in rows for key in row if key not in self.meta), *self.meta]
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
-def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The rows of a table in a folder; none where there is no such table."""
+def _read(folder: Path, name: str) -> list[dict[str, str]]:
     path = folder / f"{name}.csv"
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return [{key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)]
+        return list(csv.DictReader(file))
+
+
+def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a table in a folder, with numbers; none where there is no such table."""
+    return [{key: _number(text) for key, text in row.items()} for row in _read(folder, name)]
 
 
 def _number(text: str) -> Any:

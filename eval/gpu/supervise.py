@@ -1,32 +1,34 @@
-"""Cases that may fail, crash or hang, run one after the other in a process that can be given up and started again.
+"""The cases of a part, in processes of their own: one that fails, crashes or hangs leaves the others alone.
 
-A part of the check is a function `work(names, report)` that goes through its cases with `report.case`. What it reports
-reaches the caller at once, so that nothing is lost with the process. A case that fails leaves the others alone: a new
-process goes on behind it, since a device or its allocator may be of no use after it (torch 2.11 counts a capture that
-has failed as one under way).
+A process goes through the cases of which `cases.csv` does not tell yet. It ends behind one that has failed, since a
+device or its allocator may be of no use after it (torch 2.11 counts a capture that has failed as one under way), and
+another one goes on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
-import multiprocessing
-import os
-import signal
+import importlib
+import json
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-START_SECONDS = 90  # for imports, and whatever a part does before its first case
-_FAILED = 70  # exit status of a child behind a case that failed
+from gpu.options import Options
+from gpu.results import Results
 
-Work = Callable[[Sequence[str], "Report"], None]
+Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
+"""By name, the seconds that a case may take, and what yields its rows: `cases(options)` of a part's module."""
+LEAST = 10  # seconds without which no case is begun
+_deadline = float("inf")
 
 
 class NotApplicable(Exception):
@@ -37,37 +39,33 @@ class TimeUp(Exception):
     """Raised inside a case that was given less time than it may take; the message says how far it got."""
 
 
-class Report:
-    """What a part tells of its cases.
+def seconds_left() -> float:
+    """Until the part has to end."""
+    return _deadline - time.monotonic()
+
+
+def here(part: str, cases: Cases, results: Results, seconds: float, *, alone: bool = False) -> None:
+    """Run the cases of a part in this process.
 
     Args:
-        send: takes the messages.
-        deadline: on the monotonic clock; no case should begin later.
-        alone: whether the process is the part's own: it prints where it hangs, and ends behind a failure.
+        alone: whether it is the part's own: it ends where a case fails or takes too long.
     """
-
-    def __init__(self, send: Callable[[tuple[Any, ...]], None], deadline: float, *, alone: bool = False) -> None:
-        self._send, self.deadline, self._alone = send, deadline, alone
-
-    @property
-    def seconds_left(self) -> float:
-        """Until the deadline."""
-        return self.deadline - time.monotonic()
-
-    @contextmanager
-    def case(self, name: str, seconds: float) -> Iterator[None]:
-        """One case: what it raises is told, and the next one may follow.
-
-        Args:
-            name: one of the names that the part was given.
-            seconds: it may take.
-        """
-        self._send(("begin", name, seconds))
-        if self._alone:
-            faulthandler.dump_traceback_later(max(min(seconds, self.seconds_left) - 1, 0.5))
-        status, note, fit = "done", "", True
+    global _deadline
+    _deadline = time.monotonic() + seconds
+    told = results.cases(part)
+    for name, (most, work) in cases.items():
+        if name in told:
+            continue
+        if alone and seconds_left() < LEAST:
+            return
+        results.case(part, name, "running")
+        if alone:
+            faulthandler.dump_traceback_later(max(min(most, seconds_left()) - 1, 0.5), exit=True)
+        start, status, note, fit = time.monotonic(), "done", "", True
         try:
-            yield
+            with torch.no_grad():
+                for row in work():
+                    results.add(part, row)
         except NotApplicable as reason:
             status, note = "not applicable", str(reason)
         except TimeUp as reason:
@@ -76,121 +74,34 @@ class Report:
             status, note, fit = "not applicable", str(reason).splitlines()[0], False
         except Exception:
             status, note, fit = "failed", traceback.format_exc(), False
-        finally:
-            if self._alone:
-                faulthandler.cancel_dump_traceback_later()
-        self._send(("end", status, note))
-        if self._alone and not fit:
-            os._exit(_FAILED)
-
-    def row(self, **values: Any) -> None:
-        """A row of results."""
-        self._send(("row", values))
-
-
-@dataclass
-class Listener:
-    """Takes the messages of a part.
-
-    Args:
-        names: the cases to come.
-        on_row: called with each row.
-        on_end: called with (name, status, note, seconds) of each case that has ended.
-    """
-
-    names: list[str]
-    on_row: Callable[[dict[str, Any]], None]
-    on_end: Callable[[str, str, str, float], None]
-    running: str | None = None
-    broken: str | None = None  # what ended a part outside of its cases
-    limit: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-
-    def take(self, message: tuple[Any, ...]) -> None:
-        """One message of a `Report`."""
-        kind, *values = message
-        if kind == "begin":
-            self.running, seconds = values
-            self.started = time.monotonic()
-            self.limit = self.started + seconds
-        elif kind == "row":
-            self.on_row(values[0])
-        elif kind == "end":
-            self.end(*values)
-        else:
-            self.broken = values[0]
-
-    def end(self, status: str, note: str) -> None:
-        """The running case has ended."""
-        assert self.running is not None
-        name, self.running = self.running, None
-        self.names.remove(name)
-        self.on_end(name, status, note, time.monotonic() - self.started)
-
-
-def supervise(work: Work, listener: Listener, seconds: float) -> None:
-    """Run a part in processes of its own until it is through or time is up; what is left stays in `listener.names`.
-
-    Args:
-        work: the part, something that can be pickled.
-        listener: gets what it tells.
-        seconds: for all of it.
-    """
-    deadline = time.monotonic() + seconds
-    while listener.names and time.monotonic() < deadline:
-        before = list(listener.names)
-        _run_child(work, listener, deadline)
-        if listener.names == before:  # it did not get to a case: another process would not either
+        faulthandler.cancel_dump_traceback_later()
+        results.case(part, name, status, time.monotonic() - start, note)
+        if alone and not fit:
             return
 
 
-def here(work: Work, listener: Listener, seconds: float) -> None:
-    """Like `supervise`, in this process: crashes and hangs are its own."""
-    work(tuple(listener.names), Report(listener.take, time.monotonic() + seconds))
+def supervise(part: str, module: ModuleType, options: Options, results: Results, seconds: float) -> None:
+    """Run the cases of a part's module in processes, until all have been begun or time is up."""
+    end, left = time.monotonic() + seconds, set(module.cases(options))
+    while (left := left - results.cases(part).keys()) and (rest := end - time.monotonic()) > LEAST:
+        job = {"part": part, "module": module.__name__, "options": dataclasses.asdict(options)}
+        job |= {"folder": str(results.folder.resolve()), "meta": results.meta, "seconds": rest}
+        command = [sys.executable, "-c", "import gpu.supervise as s, sys; s.child(sys.argv[1])", json.dumps(job)]
+        try:
+            ended = subprocess.run(command, cwd=Path(__file__).parents[1], timeout=rest, check=False).returncode
+            status, note = "failed", f"the process ended with status {ended}"
+        except subprocess.TimeoutExpired:
+            ended, status, note = 0, "cut off", "time was up"
+        for name, told in results.cases(part).items():
+            if told == "running":
+                results.case(part, name, status, note="took too long" if ended == 1 else note)
+        if not left & results.cases(part).keys() and ended:
+            raise RuntimeError(f"{part}: {note} before its first case")
 
 
-def _run_child(work: Work, listener: Listener, deadline: float) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(work, tuple(listener.names), theirs, deadline))
-    child.start()
-    theirs.close()
-    listener.limit = time.monotonic() + START_SECONDS
-    why = None
-    try:
-        while True:
-            if not ours.poll(max(min(listener.limit, deadline) - time.monotonic(), 0)):
-                why = "time was up" if time.monotonic() >= deadline else "took too long"
-                break
-            listener.take(ours.recv())
-            if listener.running is None:  # between two cases
-                listener.limit = time.monotonic() + START_SECONDS
-    except (EOFError, OSError):  # it has closed the pipe, or died while it wrote
-        child.join(5)
-    finally:
-        _kill(child)
-        ours.close()
-    if listener.running is not None:
-        status = "cut off" if why == "time was up" else "failed"
-        listener.end(status, why or f"the process ended with status {child.exitcode}")
-
-
-def _kill(child: Any) -> None:
-    """End a child and what it has started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.kill()
-    child.join(10)
-
-
-def _child(work: Work, names: Sequence[str], pipe: Connection, deadline: float) -> None:  # runs in the new process
-    os.setpgid(0, 0)
+def child(job: str) -> None:
+    """A process of a part."""
+    given = json.loads(job)
+    cases = importlib.import_module(given["module"]).cases(Options(**given["options"]))
     faulthandler.enable()
-    try:
-        work(names, Report(pipe.send, deadline, alone=True))
-    except Exception:
-        pipe.send(("broken", traceback.format_exc()))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pipe.close()
-    os._exit(0)  # threads that hang would keep it
+    here(given["part"], cases, Results(Path(given["folder"]), given["meta"]), given["seconds"], alone=True)

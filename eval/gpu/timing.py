@@ -15,10 +15,21 @@ from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES = 20
+Call = Callable[[], Any]
 
 
 def nothing() -> None:
     """What is to be done before a call where nothing is."""
+
+
+def recorded(options: Options, step: Call) -> Call:
+    """A replay of a CUDA graph of a step that has run before; without a GPU the step itself."""
+    if not options.on_gpu:
+        return step
+    recorder = Recorder()
+    with undisturbed():
+        recorder.record(step)
+    return recorder.replay
 
 
 class Timer:
@@ -37,25 +48,17 @@ class Timer:
         """Fill the caches with something else, by reading it: what was written would go to memory during the call."""
         self._other.sum()
 
-    def device_time(self, call: Callable[[], Any], prepare: Callable[[], Any] = nothing) -> dict[str, float]:
-        """Time on the device alone, from event to event, the caches filled with something else before each call."""
+    def device_time(self, call: Call, prepare: Call = nothing) -> dict[str, float]:
+        """Time on the device alone, from event to event, the caches filled with something else before each call.
+
+        While the device fills them, the call and its events queue up behind it: no launch is in the time.
+        """
         if not self.options.on_gpu:
             return self.wall_time(call, prepare)
         call()
-        pairs = []
-        for _ in range(self.rounds):
-            prepare()
-            # While the device is busy with this, the call and its events queue up behind it: no launch is in the time.
-            self.flush()
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            call()
-            pair[1].record()
-            pairs.append(pair)
-        torch.cuda.synchronize()
-        return percentiles(1000 * start.elapsed_time(end) for start, end in pairs)
+        return percentiles(1000 * spent for spent in self._events(call, lambda: (prepare(), self.flush())))
 
-    def wall_time(self, call: Callable[[], Any], prepare: Callable[[], Any] = nothing) -> dict[str, float]:
+    def wall_time(self, call: Call, prepare: Call = nothing) -> dict[str, float]:
         """Time on the host's clock until the device is through, the caches filled with something else before."""
         call()
         times = []
@@ -69,7 +72,7 @@ class Timer:
             times.append(1e6 * (time.perf_counter() - start))
         return percentiles(times)
 
-    def launch_time(self, call: Callable[[], Any]) -> float:
+    def launch_time(self, call: Call) -> float:
         """What a call costs the host's thread, which does not wait for the device."""
         self.options.synchronize()
         start = time.perf_counter()
@@ -79,51 +82,43 @@ class Timer:
         self.options.synchronize()
         return 1e6 * spent / LAUNCHES
 
-    def graph_time(self, call: Callable[[], Any]) -> float | None:
+    def graph_time(self, call: Call) -> float | None:
         """Time of a call among `LAUNCHES` in a CUDA graph, with warm caches; None without a GPU."""
         if not self.options.on_gpu:
             return None
-        graph = Recorder()
+        replay = recorded(self.options, lambda: [call() for _ in range(LAUNCHES)])
+        replay()
+        return percentiles(1000 * spent / LAUNCHES for spent in self._events(replay, nothing))["p50"]
 
-        def calls() -> None:
-            for _ in range(LAUNCHES):
-                call()
-
-        with undisturbed():
-            graph.record(calls)
-        graph.replay()
+    def _events(self, call: Call, prepare: Call) -> list[float]:
+        """Milliseconds of calls between two events."""
         pairs = []
         for _ in range(self.rounds):
+            prepare()
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
-            graph.replay()
+            call()
             pair[1].record()
             pairs.append(pair)
         torch.cuda.synchronize()
-        return percentiles(1000 * start.elapsed_time(end) / LAUNCHES for start, end in pairs)["p50"]
+        return [start.elapsed_time(end) for start, end in pairs]
 
 
-def bandwidths(timer: Timer) -> dict[str, float]:
+def bandwidths(options: Options) -> dict[str, float]:
     """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
-    "back" the other way, "pin" counts what is pinned.
+    "back" the other way, "pin" counts what is pinned, none of which has been pinned before.
     """
-    options = timer.options
-    size = 1 << (16 if options.quick else 30)
+    timer, size = Timer(options), 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
     target = torch.empty_like(source)
     pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
     there, back = target[: size // 4], torch.empty_like(pinned, pin_memory=options.on_gpu)
-    return {
+    found = {
         "device": 2 * size / timer.device_time(lambda: target.copy_(source))["p50"],
         "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
         "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
-        "pin": pinning(options, size),
     }
-
-
-def pinning(options: Options, size: int) -> float:
-    """Bytes of memory that are pinned in a microsecond; none of them has been pinned before."""
     free_pinned(options)
     start = time.perf_counter()
     torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu)
-    return size / 1e6 / (time.perf_counter() - start)
+    return found | {"pin": size / 1e6 / (time.perf_counter() - start)}

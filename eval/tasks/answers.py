@@ -65,13 +65,7 @@ class Reading:
 
 @torch.inference_mode()
 def answer(
-    reading: Reading,
-    row: common.Row,
-    setup: str,
-    prompt: Prompt,
-    sample: Sample,
-    tokenizer: PreTrainedTokenizerBase,
-    new_tokens: int,
+    reading: Reading, row: common.Row, setup: str, prompt: Prompt, sample: Sample, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """A row's greedy answer to a prompt, with what it took.
 
@@ -89,9 +83,9 @@ def answer(
     first = logits.argmax(-1, keepdim=True)
     ends = model.generation_config.eos_token_id
     found = torch.cat([ids, first], 1)
-    if new_tokens > 1 and int(first) not in (ends if isinstance(ends, list) else [ends]):
+    if sample.new_tokens > 1 and int(first) not in (ends if isinstance(ends, list) else [ends]):
         found = model.generate(
-            found, attention_mask=torch.ones_like(found), past_key_values=cache, max_new_tokens=new_tokens - 1,
+            found, attention_mask=torch.ones_like(found), past_key_values=cache, max_new_tokens=sample.new_tokens - 1,
             do_sample=False, stopping_criteria=stop_sequences_criteria(tokenizer, list(sample.until), ids.shape[1], 1),
         )  # fmt: skip
     new = found[0, ids.shape[1] :]
@@ -99,13 +93,8 @@ def answer(
     ended = time.perf_counter()
     stats = {} if row.policy == CONTROL else cache.stats().as_dict()
     return {
-        "score": sample.score(text),
-        "answer": text,
-        "new_tokens": len(new),
-        "read_seconds": started - began,
-        "answer_seconds": ended - started,
-        "steps": stats.get("steps"),
-        "cpu_ratio": stats.get("cpu_ratio"),
-        "kept_share": stats.get("kept_share"),
+        "score": sample.score(text), "answer": text, "new_tokens": len(new),
+        "read_seconds": started - began, "answer_seconds": ended - started,
+        **{name: stats.get(name) for name in ("steps", "cpu_ratio", "kept_share")},
         "retrieved_share": (stats.get("retrievals") or {}).get("retrieved_share"),
-    }
+    }  # fmt: skip

@@ -39,9 +39,6 @@ class Prompter:
         model, tokenizer: whose prompts they are.
         most: tokens of a prompt; None: as many positions as the model has, less the answer.
         chat: whether the tokenizer's chat template is used where a sample allows it.
-
-    Raises:
-        typer.BadParameter: more tokens than the model has positions.
     """
 
     def __init__(
@@ -53,16 +50,13 @@ class Prompter:
         self.tokenizer, self.most, self.positions = tokenizer, most, positions
         self.chat = chat and bool(tokenizer.chat_template)
 
-    def __call__(self, sample: Sample, new_tokens: int) -> Prompt:
-        """The prompt of a sample to whose answer so many tokens are left.
+    def __call__(self, sample: Sample) -> Prompt:
+        """The prompt of a sample that leaves room for its answer.
 
         What is too long loses its middle, as in LongBench: the first and the last half of what fits stay.
-
-        Raises:
-            typer.BadParameter: so little fits that the question itself would be cut.
         """
         chat = self.chat and sample.chat
-        room = min(self.most or self.positions, self.positions - new_tokens)
+        room = min(self.most or self.positions, self.positions - sample.new_tokens)
         room -= len(self._ids(self._frame("", sample, chat), special=not chat))
         content = self._ids(sample.prompt, special=False)
         text = sample.prompt

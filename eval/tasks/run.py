@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,11 +36,7 @@ Reader = Callable[[str, PreTrainedTokenizerBase], list[Sample]]
 
 @dataclass(frozen=True)
 class Asking:
-    """The options that all benchmarks share.
-
-    Raises:
-        typer.BadParameter: an unknown setup.
-    """
+    """The options that all benchmarks share."""
 
     rows: common.RowsOption = field(default_factory=lambda: [ROWS])
     setup: Annotated[
@@ -70,15 +66,6 @@ class Asking:
         return list(dict.fromkeys(self.setup.replace(" ", "").split(",")))
 
 
-@dataclass(frozen=True)
-class Question:
-    """A sample with its prompt, and how long the answer may be."""
-
-    sample: Sample
-    prompt: Prompt
-    new_tokens: int
-
-
 def run(
     title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **settings: Any
 ) -> list[dict[str, Any]]:
@@ -100,12 +87,11 @@ def run(
     settings |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
     settings |= {name: getattr(asking, name) for name in ("new_tokens", "chat", "chunk")}
     records = common.Records(setting.beside(".jsonl"), KEYS, settings, state.process_index)
-    check_files(records, rows)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
     quiet = not state.is_main_process
     by_task = {
-        task: questions(asking, fetched(read, task, tokenizer), model, tokenizer)
+        task: questions(asking, read, task, model, tokenizer)
         for task in tqdm(tasks, desc="samples", unit="task", delay=5, leave=False, disable=quiet)
     }
     missing = [task for task, found in by_task.items() if not found]
@@ -115,38 +101,23 @@ def run(
     mine = everything[state.process_index :: state.num_processes]
     with tqdm(total=len(mine) * len(asking.setups) * len(rows), disable=quiet, unit="answers") as bar:
         for question in mine:
-            ask(asking, rows, question, model, tokenizer, records, bar)
+            ask(asking, rows, *question, model, tokenizer, records, bar)
     state.wait_for_everyone()
     reported: list[dict[str, Any]] = []
     if state.is_main_process:
         records.join()
-        keys = [(q.sample.task, q.sample.name, r.name, s) for s in asking.setups for r in rows for q in everything]
+        samples = [sample for sample, _ in everything]
+        keys = [(each.task, each.name, row.name, s) for s in asking.setups for row in rows for each in samples]
         reported = [records.found[key] for key in keys]
         report(title, setting, reported, missing)
     state.destroy_process_group()
     return reported
 
 
-def check_files(records: common.Records, rows: Sequence[common.Row]) -> None:
-    """Refuse to go on from answers of a row with files of the same names in which something else was.
-
-    Raises:
-        typer.BadParameter: there are such answers.
-    """
-    for row in rows:
-        if any(r["row"] == row.name and r.get("files", {}) != row.files for r in records.found.values()):
-            raise typer.BadParameter(
-                f"{records.file} holds answers of --row {row.name} with another {', '.join(row.files)}: remove it, or "
-                "give another --out"
-            )
-
-
-def fetched(read: Reader, task: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The samples of a task.
-
-    Raises:
-        typer.BadParameter: they cannot be fetched, or two of them have one name.
-    """
+def questions(
+    asking: Asking, read: Reader, task: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[Sample, Prompt]]:
+    """The samples of a task that are asked for, with their prompts."""
     try:
         samples = read(task, tokenizer)
     except OSError as error:
@@ -155,41 +126,36 @@ def fetched(read: Reader, task: str, tokenizer: PreTrainedTokenizerBase) -> list
         ) from error
     if twice := [name for name, count in Counter(sample.name for sample in samples).items() if count > 1]:
         raise typer.BadParameter(f"{task} has several samples named {twice[0]!r}: give each an _id of its own")
-    return samples
-
-
-def questions(
-    asking: Asking, samples: Sequence[Sample], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[Question]:
-    """The samples that are asked for, with their prompts."""
     prompter = Prompter(model, tokenizer, asking.max_tokens, asking.chat)
-    found: list[Question] = []
+    found: list[tuple[Sample, Prompt]] = []
     for sample in samples:
         if len(found) == asking.limit:
             break
-        new_tokens = min(sample.new_tokens, asking.new_tokens or sample.new_tokens)
-        prompt = prompter(sample, new_tokens)
+        sample = replace(sample, new_tokens=min(sample.new_tokens, asking.new_tokens or sample.new_tokens))
+        prompt = prompter(sample)
         if prompt.whole >= asking.min_tokens:
-            found.append(Question(sample, prompt, new_tokens))
+            found.append((sample, prompt))
     return found
 
 
 def ask(
-    asking: Asking, rows: Sequence[common.Row], question: Question, model: PreTrainedModel,
+    asking: Asking, rows: Sequence[common.Row], sample: Sample, prompt: Prompt, model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase, records: common.Records, bar: tqdm[Any],
 ) -> None:  # fmt: skip
     """Let every row answer one question that it has not answered before, in these words."""
-    sample, prompt = question.sample, question.prompt
     reading = Reading(model, prompt.ids.to(model.device), asking.chunk)
-    with torch.inference_mode():
-        for setup in asking.setups:
-            for row in rows:
-                bar.set_description(f"{sample.task}, {row.name}")
-                key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
-                known = records.found.get(records.key(key))
-                if known is None or known.get("prompt", prompt.checksum) != prompt.checksum:
-                    found = answer(reading, row, setup, prompt, sample, tokenizer, question.new_tokens)
-                    about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                    about |= {"prompt": prompt.checksum} | ({"files": row.files} if row.files else {})
-                    records.add(key | about | found)
-                bar.update()
+    for setup in asking.setups:
+        for row in rows:
+            bar.set_description(f"{sample.task}, {row.name}")
+            key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
+            known = records.found.get(records.key(key))
+            if known is not None and known.get("files", {}) != row.files:
+                raise typer.BadParameter(
+                    f"{records.file} holds answers of --row {row.name} with another {', '.join(row.files)}: remove it, "
+                    "or give another --out"
+                )
+            if known is None or known.get("prompt", prompt.checksum) != prompt.checksum:
+                about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
+                about |= {"prompt": prompt.checksum} | ({"files": row.files} if row.files else {})
+                records.add(key | about | answer(reading, row, setup, prompt, sample, tokenizer))
+            bar.update()

@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 
+import common
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -43,9 +45,6 @@ def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, 
 
     Args:
         fields: what each row must have.
-
-    Raises:
-        typer.BadParameter: a line that is no JSON, or lacks a field.
     """
     file = folder / f"{task}.jsonl"
     if not file.exists():
@@ -66,17 +65,9 @@ def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, 
 
 
 def named(text: str, tasks: Iterable[str], sets: dict[str, tuple[str, ...]]) -> list[str]:
-    """Tasks of a comma-separated list, in which the name of a set stands for its tasks; each once.
-
-    Raises:
-        typer.BadParameter: a name that is neither.
-    """
-    known, found = set(tasks), []
-    for name in text.replace(" ", "").split(","):
-        if name not in known and name not in sets:
-            raise typer.BadParameter(f"unknown task {name}: choose among {', '.join([*sets, *sorted(known)])}")
-        found += sets.get(name, (name,))
-    return list(dict.fromkeys(found))
+    """Tasks of a comma-separated list, in which the name of a set stands for its tasks; each once."""
+    names = common.listed(text, [*sets, *sorted(tasks)], "task")
+    return list(dict.fromkeys(task for name in names for task in sets.get(name, (name,))))
 
 
 def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = None) -> Any:
@@ -86,9 +77,6 @@ def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = No
         folder: of lm-eval's tasks.
         name: of the task.
         dataset: makes the rows, `{"test": Dataset}`, in place of those that the task takes from the hub.
-
-    Raises:
-        ImportError: lm-eval, or what the task's metrics need, is not installed; with the remedy.
     """
     import lm_eval.tasks
 

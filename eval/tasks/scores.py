@@ -67,54 +67,38 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Args:
         records: of `answers.answer`, with task, sample, row, setup and tokens.
     """
-    by_task: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    by_task: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
     for record in records:
-        by_task.setdefault((record["setup"], record["row"], record["task"]), []).append(record)
-    scores = {key: {r["sample"]: r["score"] for r in found} for key, found in by_task.items()}
-    tasks = list(dict.fromkeys(record["task"] for record in records))
+        by_task.setdefault((record["setup"], record["row"], record["task"]), {})[record["sample"]] = record
+    scores = {key: {name: r["score"] for name, r in found.items()} for key, found in by_task.items()}
     lines = []
     for setup, row in dict.fromkeys((record["setup"], record["row"]) for record in records):
-
-        def line(name: str, over: list[str], setup: str = setup, row: str = row) -> dict[str, Any]:
-            mine = [scores[setup, row, task] for task in over]
-            full = [scores.get((setup, REFERENCE, task), {}) for task in over]
-            found = [record for task in over for record in by_task[setup, row, task]]
-            less = difference(mine, full)
-            means = [float(np.mean(list(task.values()))) for task in mine]
-            said = {
-                (r["task"], r["sample"]): r["answer"] for r in records if (r["setup"], r["row"]) == (setup, REFERENCE)
-            }
-            alike = [r["answer"] == said[key] for r in found if (key := (r["task"], r["sample"])) in said]
-            base = [np.mean(list(task.values())) for task in full if task]
-            return {
-                "setup": setup, "row": row, "task": name, "score": float(np.mean(means)), **less,
-                "full": float(np.mean(base)) if base else None,
-                "percent": 100 * less["more"] / float(np.mean(base)) if less["pairs"] and np.mean(base) else None,
-                "same": float(np.mean(alike)) if alike else None,
-                "tasks": len(over), "samples": len(found),
-                "tokens": float(np.mean([r["tokens"] for r in found])),
-                "cut": sum(r["whole"] > r["tokens"] for r in found),
-                "ms_per_token": 1000 * sum(r["answer_seconds"] for r in found) / sum(map(fed, found)),
-                **{share: _mean([r[share] for r in found]) for share in ("cpu_ratio", "kept_share", "retrieved_share")},
-            }  # fmt: skip
-
-        mine = [task for task in tasks if (setup, row, task) in scores]
-        lines += [line(task, [task]) for task in mine]
-        lines.append(line(AVERAGE, mine))
+        mine = [task for s, r, task in by_task if (s, r) == (setup, row)]
         worth = [task for task in mine if np.mean(list(scores.get((setup, REFERENCE, task), {"": 0}).values())) > 20]
-        if worth:
-            lines.append(line(WORTH, worth))
+        over = {task: [task] for task in mine} | {AVERAGE: mine} | ({WORTH: worth} if worth else {})
+        for name, tasks in over.items():
+            less = difference(*([scores.get((setup, r, t), {}) for t in tasks] for r in (row, REFERENCE)))
+            full = [by_task.get((setup, REFERENCE, task), {}) for task in tasks]
+            found = [by_task[setup, row, task] for task in tasks]
+            pairs = [(r, them.get(key)) for each, them in zip(found, full, strict=True) for key, r in each.items()]
+            each = [record for record, _ in pairs]
+            base = common.mean(common.mean(r["score"] for r in task.values()) for task in full if task)
+            lines.append({
+                "setup": setup, "row": row, "task": name,
+                "score": common.mean(common.mean(scores[setup, row, task].values()) for task in tasks), **less,
+                "full": base, "percent": 100 * less["more"] / base if less["pairs"] and base else None,
+                "same": common.mean(r["answer"] == other["answer"] for r, other in pairs if other is not None),
+                "tasks": len(tasks), "samples": len(each), "tokens": common.mean(r["tokens"] for r in each),
+                "cut": sum(r["whole"] > r["tokens"] for r in each),
+                "ms_per_token": 1000 * sum(r["answer_seconds"] for r in each) / sum(map(fed, each)),
+                **{s: common.mean(r[s] for r in each) for s in ("cpu_ratio", "kept_share", "retrieved_share")},
+            })  # fmt: skip
     return lines
 
 
 def fed(record: dict[str, Any]) -> int:
     """Tokens that an answer's time was for: its own and, where the question is fed token by token, those of it."""
     return int(record["new_tokens"] + (record["asked"] if record["setup"] == "sparse" else 0))
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 FEEDING = {

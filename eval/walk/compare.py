@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ class Outcome:
         status: "exact", "exact by stock fallback", "refused", "not run", "wrong" or "error".
         message: what the user is told, or why it was not run.
         layers: layers of the cache; held: those whose blocks HybridCache has.
-        error: the largest difference of logits, relative to the largest logit.
-        control: the same with a policy that leaves tokens out.
+        error: the largest difference of logits, relative to the largest logit; control: with tokens left out.
         oracle: "eager", or "full forward" where Transformers' own cache differs from that.
     """
 
@@ -60,10 +60,6 @@ class Outcome:
     control: float | None = None
     oracle: str = ""
     details: dict[str, float] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, for a CSV or a pipe."""
-        return asdict(self)
 
 
 class Models:
@@ -165,35 +161,25 @@ def compare(model_type: str) -> dict[str, Any]:
     try:
         models = Models(model_type)
         result.model = models.kind.__name__
-    except Exception as error:
-        result.message = tell(error)
-        return result.as_dict()
-    try:
         wanted = stock(models, result)
     except Exception as error:
-        result.message = f"with Transformers' own cache: {tell(error)}"
-        try:
-            if told := refusal(models):  # no oracle is needed
-                result.status, result.message = "refused", told
-        except Exception as other:
-            result.status, result.message = "error", tell(other)
-        return result.as_dict()
+        result.message = tell(error)
+        if result.model:  # no oracle is needed to see that a type is refused
+            result.message = f"with Transformers' own cache: {tell(error)}"
+            _try(lambda: hf_offload.HybridCache(models.ours(), "full"), result)
+        return asdict(result)
+    _try(lambda: _ours(models, wanted, result), result)
+    return asdict(result)
+
+
+def _try(work: Callable[[], Any], result: Outcome) -> None:
+    """Do something, and note what it raises: a ValueError is what a user is told of a type that is refused."""
     try:
-        _ours(models, wanted, result)
+        work()
     except ValueError as error:
         result.status, result.message = "refused", tell(error)
     except Exception as error:
         result.status, result.message = "error", tell(error)
-    return result.as_dict()
-
-
-def refusal(models: Models) -> str | None:
-    """What a user of the type is told when the cache is made, if it is refused."""
-    try:
-        hf_offload.HybridCache(models.ours(), "full")
-    except ValueError as error:
-        return tell(error)
-    return None
 
 
 def tell(error: BaseException) -> str:
@@ -220,10 +206,14 @@ def _ours(models: Models, wanted: dict[str, torch.Tensor], result: Outcome) -> N
     model = models.ours()
     told: list[str] = []
     worst, tokens_differ = 0.0, []
-    for name, (policy, knobs) in CACHES.items():
+
+    def make(policy: str, knobs: dict[str, Any]) -> Any:
+        return hf_offload.HybridCache(model, policy, **SMALL, **knobs)
+
+    for name, given in CACHES.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            got, cache = pieces(model, lambda: hf_offload.HybridCache(model, policy, **SMALL, **knobs))  # noqa: B023
+            got, cache = pieces(model, partial(make, *given))
         told += [str(w.message) for w in caught if "HybridCache" in str(w.message)]
         errors = {oracle: difference(got, wanted[oracle]) for oracle in ("eager", "full forward")}
         result.oracle = min(errors, key=errors.__getitem__) if errors["eager"] > TOLERANCE else "eager"
@@ -231,22 +221,17 @@ def _ours(models: Models, wanted: dict[str, torch.Tensor], result: Outcome) -> N
         worst = max(worst, errors[result.oracle])
         result.layers = len(cache.layers)
         result.held = sum(isinstance(layer, HybridLayer) and layer.past > 0 for layer in cache.layers)
-        for mode, options in BEAMS.items():
-            if name.startswith("scout"):
-                tokens = generated(model, hf_offload.HybridCache(model, policy, **SMALL, **knobs), **options)
-                if not torch.equal(tokens, wanted[mode]):
-                    tokens_differ.append(f"{mode} ({name})")
+        for mode, options in BEAMS.items() if name.startswith("scout") else ():
+            if not torch.equal(generated(model, make(*given), **options), wanted[mode]):
+                tokens_differ.append(f"{mode} ({name})")
     result.error = worst
-    policy, knobs = NARROW
     if result.held:
-        narrow = pieces(model, lambda: hf_offload.HybridCache(model, policy, **SMALL, **knobs))[0]
-        result.control = difference(narrow, wanted[result.oracle])
+        result.control = difference(pieces(model, partial(make, *NARROW))[0], wanted[result.oracle])
+    result.status, result.message = "exact", " ".join(dict.fromkeys(told))
     if worst > TOLERANCE or tokens_differ:
         result.status = "wrong"
         result.message = f"logits differ by {worst:.2g}; tokens differ: {', '.join(tokens_differ) or 'none'}"
     elif not result.held:
-        result.status, result.message = "exact by stock fallback", " ".join(dict.fromkeys(told))
+        result.status = "exact by stock fallback"
     elif result.control is not None and result.control < 100 * TOLERANCE:
         result.status, result.message = "not run", "the tiny model hardly sees its context"
-    else:
-        result.status, result.message = "exact", " ".join(dict.fromkeys(told))

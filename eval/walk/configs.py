@@ -36,30 +36,17 @@ COMMON: dict[str, Any] = {
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop", "decoder_layerdrop", "dropout"), 0.0),
     **dict.fromkeys(("activation_dropout", "attention_dropout", "hidden_dropout", "embedding_dropout"), 0.0),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "relu_dropout"), 0.0),
-    "kv_lora_rank": 16,
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(("index_n_heads", "num_kv_shared_layers", "altup_num_inputs"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups", "eos_token_id"), 2),
+    **dict.fromkeys(("linear_num_value_heads", "laurel_rank"), 4),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "kv_lora_rank"), 16),
+    **dict.fromkeys(("moe_layer_start_index", "bos_token_id"), 1),
+    **dict.fromkeys(("is_decoder", "use_cache"), True),
     "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "index_n_heads": 2,
-    "moe_layer_start_index": 1,
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 2,
-    "laurel_rank": 4,
-    "altup_num_inputs": 2,
     "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "is_decoder": True,
-    "use_cache": True,
 }
 """Sizes by the names that configs give them; a config takes those that it knows."""
-
-LINEAR = {
-    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups"), 2),
-    **dict.fromkeys(("linear_num_value_heads",), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-}
-COMMON |= LINEAR
 
 ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
 FULL_ROTATION = ROTATION | {"mrope_section": [2, 3, 3]}
@@ -67,11 +54,14 @@ HALF_ROTATION = FULL_ROTATION | {"mrope_section": [2, 1, 1], "partial_rotary_fac
 """Rotary positions of three kinds (time, height, width), of 16 channels or of half of them."""
 
 SPECIAL: dict[str, dict[str, Any]] = {
+    **{
+        f"{name}_text": {"rope_parameters": FULL_ROTATION}
+        for name in ("glm4v", "glm_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni")
+    },
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
-    "codegen": {"rotary_dim": 8},
+    **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW,
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROTATION),
     },
     "dbrx": {
@@ -81,18 +71,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
-    "glm4v_text": {"rope_parameters": FULL_ROTATION},
     "glm4v_moe_text": {"rope_parameters": HALF_ROTATION},
-    "glm_ocr_text": {"rope_parameters": FULL_ROTATION},
-    "paddleocr_vl_text": {"rope_parameters": FULL_ROTATION},
-    "qwen2_vl_text": {"rope_parameters": FULL_ROTATION},
-    "qwen2_5_vl_text": {"rope_parameters": FULL_ROTATION},
-    "qwen2_5_omni_text": {"rope_parameters": FULL_ROTATION},
-    "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -100,10 +81,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mpt": {"attn_config": {"attn_pdrop": 0}},
     "prophetnet": {"num_hidden_layers": OMIT, "num_encoder_layers": 2, "num_decoder_layers": LAYERS},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 2},
@@ -111,7 +89,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "xlnet": {"max_position_embeddings": OMIT},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """What single model types need besides."""
 
 

@@ -1,33 +1,34 @@
-"""Cases of a check that fail, crash and hang, for processes that import nothing else."""
+"""A part of the GPU check whose cases fail, crash and hang, for processes that import nothing else."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
-from gpu.supervise import NotApplicable, Report
+from gpu.options import Options
+from gpu.supervise import Cases, NotApplicable
+
+NAMES = ("first", "raises", "cannot", "dies", "hangs", "has no memory", "last")
 
 
-def troubled(names: Sequence[str], report: Report) -> None:
-    """Cases named for what becomes of them."""
-    for name in names:
-        with report.case(name, 2 if name == "hangs" else 300):
-            report.row(case=name, process=os.getpid())
-            if name == "raises":
-                raise ArithmeticError("seven")
-            if name == "has no memory":
-                raise torch.OutOfMemoryError("3 GiB are missing\nand more is told")
-            if name == "cannot":
-                raise NotApplicable("no room")
-            if name == "dies":
-                os._exit(9)
-            if name in ("hangs", "goes on"):
-                time.sleep(600)
+def cases(options: Options) -> Cases:
+    return {name: (2.0 if name == "hangs" else 300.0, partial(run, name)) for name in NAMES}
 
 
-def lost(names: Sequence[str], report: Report) -> None:
-    """A part that does not get to its cases."""
-    raise ArithmeticError("before any case")
+def run(name: str) -> Iterator[dict[str, Any]]:
+    yield {"case": name, "process": os.getpid()}
+    if name == "raises":
+        raise ArithmeticError("seven")
+    if name == "has no memory":
+        raise torch.OutOfMemoryError("3 GiB are missing\nand more is told")
+    if name == "cannot":
+        raise NotApplicable("no room")
+    if name == "dies":
+        os._exit(9)
+    if name == "hangs":
+        time.sleep(600)

@@ -1,148 +1,259 @@
-"""Help and argument checks of every evaluation script, before a model is loaded."""
+"""Each evaluation script, once, on a tiny model: what it writes."""
+
+from __future__ import annotations
 
 import csv
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from letters import letters
-from tiny import tiny_model
+from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
-import attention_stats
-import bench_cpu
 import common
-import context_attention
-import cpu_ratio
-import decode
-import error_estimate
-import extraction
-import frames
-import gguf_dtypes
-import launches
-import needle
-import perplexity
-import quality
-import save_load
-import second_turn
-import serve
-import soak
+from hf_offload.tools import assets
 
-MAINS = [
-    cpu_ratio.main,
-    decode.main,
-    error_estimate.main,
-    extraction.main,
-    needle.main,
-    perplexity.main,
-    quality.main,
-    save_load.main,
-    second_turn.main,
-    serve.main,
-]
+Rows = list[dict[str, str]]
+SAMPLES = "scout:samples=24,recent=16,block_size=16"
+WINDOW = "window:budget=64,sinks=8,block_size=8"
 
 
-@pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
-def test_help(main):
-    result = CliRunner().invoke(common.command(main), ["--help"])
-    assert result.exit_code == 0
-    assert "--threads" in result.output
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are tiny, texts are random tokens, tokens are letters."""
+    tokenizer = letters()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
+    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), tokenizer))
+    monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens, start)[0])
 
 
-@pytest.mark.slow
-def test_the_kernel_benchmark_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_cpu, "POOL_BYTES", 1 << 26)
-    out = tmp_path / "bench.csv"
-    options = ["--sections", "torch,selection,pairs", "--dtypes", "bf16", "--rounds", "2", "--out", str(out)]
-    result = CliRunner().invoke(common.command(bench_cpu.main), options)
-    assert result.exit_code == 0, result.output
-    with open(out, newline="") as lines:
-        names = {row["case"] for row in csv.DictReader(lines)}
-    assert {"read", "blocks", "torch.topk", "torch: gather, sdpa with enable_gqa"} <= names
-    assert {"draw_pairs", "pairs"} <= names
-    assert out.with_suffix(".png").stat().st_size > 0
+def run(script: str, out: Path, *options: str) -> Rows:
+    """The rows that a script writes into a CSV, if it does."""
+    app = common.command(importlib.import_module(script).main)
+    done = CliRunner().invoke(app, [*options, "--out", str(out)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return read(out)
 
 
-def test_products_of_a_few_rows_are_timed_beside_torch(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_cpu, "POOL_BYTES", 1 << 20)
-    monkeypatch.setattr(bench_cpu, "WIDTHS", {"tiny": (64, 96, 32, 2, 160)})
-    out = tmp_path / "bench.csv"
-    options = ["--sections", "linear", "--dtypes", "bf16", "--threads", "1", "--rounds", "2", "--out", str(out)]
-    result = CliRunner().invoke(common.command(bench_cpu.main), options)
-    assert result.exit_code == 0, result.output
-    with open(out, newline="") as lines:
-        found = {(row["case"], row["batch"]) for row in csv.DictReader(lines)}
-    cases = ("read", "linear", "torch: linear", "torch: linear again")
-    assert found == {(case, batch) for case in cases for batch in "1248"}
+def read(path: Path) -> Rows:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-def test_dtypes_of_a_file_take_turns(tmp_path, monkeypatch):
+def column(rows: Rows, name: str) -> list[float]:
+    return [float(row[name]) for row in rows]
+
+
+class Run(NamedTuple):
+    """A script, its options, what is changed in its module, and what is asked of its rows."""
+
+    script: str
+    options: str
+    check: Callable[[Rows], bool]
+    changes: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+
+
+RUNS = {
+    "attention_stats": Run("attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3 --start 0",
+        lambda rows: max(column(rows, "weight")) == pytest.approx(1, abs=1e-5)),
+    "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
+        lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
+        {"POOL_BYTES": 1 << 20, "WIDTHS": {"tiny": (64, 96, 32, 2, 160)}}),
+    "context_attention": Run("context_attention", "--contexts 64 --rows bare,full,window-1024 --steps 2 --rounds 1",
+        lambda rows: max(column(rows, "kl")) < 1e-5 and all(float(r["attention"]) < float(r["step"]) for r in rows)),
+    "a repeated text": Run(
+        "context_attention", f"--contexts 600,300+400 --read 300 --rows full,{WINDOW} --steps 2 --rounds 1",
+        lambda rows: max(column(rows[1::3], "kl")) < 1e-4 < min(column(rows[2::3], "kl"))),
+    "cpu_ratio": Run("cpu_ratio", "--budget 192 --tokens 420 --steps 8",
+        lambda rows: 0 < max(column(rows, "cpu_ratio")) <= 1, {"ROWS": {"recall-1.5": ("adaptive", 1.5)}}),
+    "decode": Run("decode", "--contexts 60,40 --rows dynamic,static,full --batch 2 --steps 1 --rounds 1",
+        lambda rows: [row["context"] for row in rows] == ["40"] * 3 + ["60"] * 3 and min(column(rows, "p50")) > 0),
+    "frames": Run("frames", "--row window:budget=96 --context 200 --tiers one",
+        lambda rows: len(rows) == 5 and min(column(rows, "frames")) > 0),
+    "launches": Run("launches", "--row window:budget=96 --context 200",
+        lambda rows: {"paged_attention_kernel", "write_token_kernel"} <= {row["kernel"] for row in rows}),
+    "perplexity": Run("perplexity", "--rows full,hgca-0.4-1 --ratios 0.4 --tokens 80 --batch 2 --texts code",
+        lambda rows: float(rows[1]["perplexity"]) == pytest.approx(float(rows[1]["perplexity_full"]), rel=1e-2)
+        and rows[2]["kept_share"] != ""),
+    "prefill": Run(
+        "prefill", "--lengths 64 --shapes 4x2x32 --dtypes float32 --rounds 2 --contexts 96 --chunks 0,64",
+        lambda rows: [row["way"] for row in rows] == ["hf_offload", "torch", "matmul"] and rows[1]["of_torch"] == "1"),
+    "quality": Run("quality", f"--row full --row {SAMPLES} --contexts 300 --steps 4 --kinds code --needles 1",
+        lambda rows: float(rows[0]["kl"]) < 1e-5 < float(rows[1]["kl"])
+        and float(rows[0]["read"]) > float(rows[1]["read"]) > 0),
+    "needle": Run("quality", f"--ask needle --contexts 400 --limit 1 --kinds code --row full --row {WINDOW}",
+        lambda rows: {row["task"] for row in rows} >= {"code", "average"}),
+    "extraction": Run("quality", f"--ask extraction --records 10 --limit 1 --row full --row {SAMPLES}",
+        lambda rows: rows[0]["kept"] == "1" and float(rows[1]["attended"]) > 0),
+    "second turn": Run(
+        "quality", "--ask second-turn --contexts 400 --steps 4 --limit 1 --kinds code --row full --row hgca:window=64",
+        lambda rows: [row["row"] for row in rows] == ["dynamic", "full", "hgca:window=64"]
+        and rows[0]["answer"] == rows[1]["answer"] and rows[2]["kept_share"] != ""),
+    "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64",
+        lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8),
+    "rounding": Run("rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code --ways noise,fork,crop,other",
+        lambda rows: min(column(rows[:3], "within")) > 0.9 and float(rows[3]["within"]) < 0.1),
+    "save_load": Run("save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout-1024",
+        lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
+}  # fmt: skip
+SLOW = {
+    "kernels": Run("bench_cpu", "--sections torch,pairs --dtypes bf16 --rounds 2",
+        lambda rows: {"read", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
+        {"POOL_BYTES": 1 << 26}),
+    "soak": Run("soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
+        lambda rows: len(rows) == 6 and min(column(rows, "rss_bytes")) > 0),
+    "serve": Run("serve", "--tokens 600 --chats 1,2 --answers 6 --repeats 1",
+        lambda rows: all(float(rows[0][name]) > 0 for name in ("read_s", "first_token_s", "tokens_per_s_2"))),
+    "families": Run(
+        "families", "--types llama --jobs 1", lambda rows: (rows[0]["status"], rows[0]["held"]) == ("exact", "4")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, options, check, changes = (RUNS | SLOW)[name]
+    module = importlib.import_module(script)
+    for attribute, value in changes.items():
+        monkeypatch.setattr(module, attribute, value)
+    if name == "second turn":  # random weights find nothing
+        monkeypatch.setattr(assets.Needle, "found_in", lambda self, text: len(text) > 4)
+    rows = run(script, tmp_path / "out.csv", *options.split())
+    assert {"commit", "torch", "command"} <= rows[0].keys()
+    assert check(rows), rows
+
+
+def test_dtypes_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {"as Transformers loads it": tiny_model("llama"), "unpacked, bfloat16": tiny_model("llama").bfloat16()}
-    monkeypatch.setattr(gguf_dtypes, "models_of", lambda name: models)
-    monkeypatch.setattr(gguf_dtypes, "source_of", lambda name: ("folder", {}))
-    monkeypatch.setattr(gguf_dtypes.AutoTokenizer, "from_pretrained", lambda *_, **__: letters())
-    out = tmp_path / "dtypes.csv"
-    options = ["--prompt", "40", "--steps", "2", "--rounds", "1", "--out", str(out)]
-    result = CliRunner().invoke(common.command(gguf_dtypes.main), options)
-    assert result.exit_code == 0, result.output
-    with open(out, newline="") as lines:
-        found = [(row["way"], row["layers"], row["dtype"]) for row in csv.DictReader(lines)]
-    assert found == [
-        (way, layers, dtype)
-        for way, dtype in zip(models, ("float32", "bfloat16"), strict=True)
-        for layers in ("stock", "fast_linear")
-    ]
+    monkeypatch.setattr("gguf_dtypes.models_of", lambda name: models)
+    monkeypatch.setattr("gguf_dtypes.source_of", lambda name: ("folder", {}))
+    monkeypatch.setattr("gguf_dtypes.AutoTokenizer", SimpleNamespace(from_pretrained=lambda *_, **__: letters()))
+    rows = run("gguf_dtypes", tmp_path / "out.csv", "--prompt", "40", "--steps", "2", "--rounds", "1")
+    assert [(row["way"], row["layers"]) for row in rows] == [(w, x) for w in models for x in ("stock", "fast_linear")]
 
 
-@pytest.mark.slow
-def test_the_soak_runs_and_finds_a_leak(tmp_path):
-    out = tmp_path / "soak.csv"
-    options = ["--rows", "full:tier=one", "--steps", "60", "--every", "10", "--context", "512", "--out", str(out)]
-    result = CliRunner().invoke(common.command(soak.main), options)
-    assert result.exit_code == 0, result.output
-    assert len(out.read_text().splitlines()) == 7
-    assert out.with_suffix(".png").stat().st_size > 0
-    leak = [{"step": step, "rss_bytes": 1000 + 8 * max(step, 40)} for step in range(0, 100, 10)]
-    assert soak.slope(leak, "rss_bytes") == pytest.approx(8)
+def test_every_way_reads_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers, seen = importlib.import_module("peers"), []
+
+    class Here:
+        def __init__(self, way: str, *how: Any) -> None:
+            self.way, self.peak, self.tokens = way, 3 * 2**20, []
+            self.serving, self.pool = peers.WithTransformers(way, *how), SimpleNamespace(shutdown=lambda: None)
+            seen.append(self.tokens)
+
+        def call(self, method: str, ids: Any, *rest: Any) -> Any:
+            self.tokens[:] = [*([] if method == "prefill" else self.tokens), *ids]
+            return getattr(self.serving, method)(ids, *rest)
+
+    monkeypatch.setattr(peers, "tokenizer_of", lambda _: letters())
+    monkeypatch.setattr(peers, "Process", Here)
+    options = ["--contexts", "40,320", "--budget", "192", "--steps", "2", "--rounds", "2", "--dtype", "float32"]
+    options += ["--ways", "hf_offload,DynamicCache,StaticCache", "--picture", str(tmp_path / "peers.svg")]
+    rows = run("peers", tmp_path / "out.csv", *options)
+    kl = {(row["way"], row["context"]): abs(float(row["kl"])) for row in rows}
+    assert max(kl["StaticCache", "320"], kl["hf_offload", "40"]) < 1e-6 < 1e-5 < kl["hf_offload", "320"]
+    assert seen[0] == seen[1] == seen[2]
+    assert "<svg" in (tmp_path / "peers.svg").read_text()
+
+
+def test_tasks_are_scored_and_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval.tasks.longbench.metrics", exc_type=ImportError, reason="needs lm-eval[longbench]")
+    run_ = importlib.import_module("tasks.run")
+    rows = [
+        {"input": f"What is number {n}?", "context": "word " * 40, "answers": [f"number {n}"], "length": 40,
+         "dataset": "qasper", "language": "en", "all_classes": None, "_id": f"id{n}"}
+        for n in range(2)
+    ]  # fmt: skip
+    (tmp_path / "qasper.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    options = ["--tasks", "qasper,samsum", "--data-dir", str(tmp_path), "--new-tokens", "4", "--setup", "dense,sparse"]
+    options += [part for name in ("full", "dynamic", WINDOW) for part in ("--row", name)]
+    real, asked = run_.answer, []
+
+    def answer(reading: Any, row: common.Row, setup: str, prompt: Any, sample: Any, *others: Any) -> dict[str, Any]:
+        if len(asked) == 7:
+            raise KeyboardInterrupt
+        asked.append((sample.name, row.name, setup))
+        return real(reading, row, setup, prompt, sample, *others)
+
+    monkeypatch.setattr(run_, "answer", answer)
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        run("longbench", tmp_path / "out.csv", *options)
+    monkeypatch.setattr(run_, "answer", lambda *given: asked.append(given) or real(*given))
+    found = run("longbench", tmp_path / "out.csv", *options)
+    assert len(asked) == 2 * 3 * 2
+    assert {(row["setup"], row["row"], row["samples"]) for row in found if row["task"] == "average"} == {
+        (setup, row, "2") for setup in ("dense", "sparse") for row in ("full", "dynamic", WINDOW)
+    }
+    said = {(row["setup"], row["row"]): row["same"] for row in found if row["task"] == "qasper"}
+    assert said["dense", "dynamic"] == said["sparse", "dynamic"] == "1"  # as Transformers' own cache answers
+    sample = importlib.import_module("longbench").samples_of("qasper", rows)[0]
+    assert [sample.score(said) for said in ("Number 0!", "number 7", "")] == [100, 50, 0]
+
+
+def test_documents_have_a_sample_for_each_instruction() -> None:
+    leval = importlib.import_module("leval")
+    rows = [{"input": "A", "instructions": ["Who?", "When?"], "outputs": ["The old man", "1952"], "evaluation": "f1"},
+            {"input": "A", "instructions": ["Tell it."], "outputs": ["a b c d"], "evaluation": "rouge"},
+            {"input": "A", "instructions": ["Judge."], "outputs": ["good"], "evaluation": "LLM"}]  # fmt: skip
+    who, when, told = leval.samples_of("financial_qa", rows)
+    assert [who.score("an old man"), when.score("in 1953"), told.score("a b x d")] == pytest.approx([100, 0, 75])
+
+
+def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-offload[eval]")
+    words = [f"word{letter}" for letter in "abcdefghijklmnopqrst"]  # lm-eval joins every adjective with every noun
+    kinds = dict.fromkeys(("noun", "nouns", "adjective", "adjectives", "verb", "verbs"), words)
+    monkeypatch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=kinds))
+    monkeypatch.setattr("nltk.download", lambda *_: True)
+    ruler, novel = importlib.import_module("ruler"), tmp_path / "novel.txt"
+    novel.write_text(" ".join(f"Sentence {n} of the novel is short." for n in range(900)))
+    sample, _ = ruler.samples_of("niah_single_2", 4096, letters(), 2, tmp_path, novel)
+    number = sample.prompt.partition(" is: ")[2].partition(".")[0]
+    assert 2000 < len(sample.prompt + sample.start) <= 4096
+    assert (sample.score(f"It is {number}."), sample.score("nothing")) == (100, 0)
+    assert ruler.samples_of("qa_hotpot", 4096, letters(), 2, tmp_path, novel) == []
 
 
 @pytest.mark.parametrize(
-    ("main", "option"),
+    ("script", "option"),
     [
-        (attention_stats.main, "--layers"),
-        (bench_cpu.main, "--sections"),
-        (bench_cpu.main, "--dtypes"),
-        (context_attention.main, "--rows"),
-        (context_attention.main, "--kind"),
-        (cpu_ratio.main, "--kind"),
-        (decode.main, "--rows"),
-        (decode.main, "--contexts"),
-        (quality.main, "--rows"),
-        (quality.main, "--kinds"),
-        (frames.main, "--context"),
-        (launches.main, "--row"),
-        (needle.main, "--row"),
-        (needle.main, "--kinds"),
-        (soak.main, "--rows"),
-        (save_load.main, "--rows"),
-        (save_load.main, "--kind"),
-        (perplexity.main, "--rows"),
-        (perplexity.main, "--betas"),
-        (perplexity.main, "--texts"),
-        (serve.main, "--kind"),
-        (serve.main, "--chats"),
-        (second_turn.main, "--rows"),
-        (second_turn.main, "--kinds"),
-        (decode.main, "--kind"),
+        ("attention_stats", "--layers"), ("bench_cpu", "--sections"), ("context_attention", "--kind"),
+        ("decode", "--rows"), ("decode", "--dtype"), ("families", "--types"),
+        ("frames", "--context"), ("launches", "--row"), ("longbench", "--tasks"), ("longbench", "--setup"),
+        ("peers", "--ways"), ("perplexity", "--betas"), ("quality", "--ask"), ("quality", "--kinds"),
+        ("serve", "--chats"), ("soak", "--rows"),
     ],
-)
-def test_unknown_names_are_refused(main, option, monkeypatch):
-    monkeypatch.setattr(common.assets, "load_demo_model", lambda *a, **k: pytest.fail("the model was loaded"))
-    result = CliRunner().invoke(common.command(main), [option, "nonesuch"])
-    assert result.exit_code == 2
-    assert "nonesuch" in result.output
+)  # fmt: skip
+def test_unknown_names_are_refused(script: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    app = common.command(importlib.import_module(script).main)
+    result = CliRunner().invoke(app, [option, "nonesuch"])
+    assert (result.exit_code, "nonesuch" in result.output) == (2, True)
+    assert option in CliRunner().invoke(app, ["--help"]).output
 
 
-@pytest.mark.parametrize("main", MAINS, ids=lambda main: main.__module__)
-def test_unknown_dtype_is_refused(main):
-    result = CliRunner().invoke(common.command(main), ["--dtype", "int3"])
-    assert result.exit_code == 2
-    assert "int3" in result.output
+@torch.inference_mode()
+@pytest.mark.parametrize("row", [WINDOW, "hgca:window=32,block_size=8"])
+def test_what_a_row_takes_over_is_as_if_it_had_read_itself(row: str) -> None:
+    answers = importlib.import_module("tasks.answers")
+    model, ids, chosen = tiny_model("llama"), prompt(1, 150)[0], common.row_of(row, stock=common.STOCK)
+    cache, logits = answers.Reading(model, ids).start(chosen, 150)
+    mine = chosen.make_cache(model)
+    assert torch.equal(logits, common.prefill(model, mine, ids))
+    found = [model(ids[:, :1], past_key_values=each).logits for each in (cache, mine)]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+
+
+def test_a_long_prompt_loses_its_middle_and_keeps_its_frame() -> None:
+    prompts, samples = importlib.import_module("tasks.prompts"), importlib.import_module("tasks.samples")
+    model, tokenizer = common.load()
+    text = "".join(map(str, range(100)))
+    sample = samples.Sample("qa", "1", f"{text}\nWhy?", "\nWhy?", 8, float, start="!")
+    made = prompts.Prompter(model, tokenizer, 33, True)(sample)
+    assert tokenizer.decode(made.ids[0]) == f"[{text[:14]}{text[-9:]}\nWhy?]>!"
+    assert (made.whole, made.asked) == (32 + len(text) + 5 - 29, len("Why?]>!"))
