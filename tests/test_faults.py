@@ -17,6 +17,7 @@ from breaking import (
     importers,
     interruptions,
     memory_of_lists,
+    no_memory,
     tokens,
     torch_operations,
 )
@@ -33,6 +34,7 @@ from hf_offload.blocks import prefill_tiles as tiles
 from hf_offload.blocks import resident_set as resident
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.resident_set import ResidentSet
+from hf_offload.policies.hgca.token_mass import TokenMass
 
 # --- any call may fail ------------------------------------------------------------------------------------------------
 
@@ -140,6 +142,25 @@ def test_the_nth_fault(
     stride = max(total // most, 1)
     for n in range(1 + stride // 2, total + 1, stride):
         once(n)
+
+
+@pytest.mark.parametrize("memory", ["hgca", "hgca, one"])
+def test_a_crop_that_has_no_memory_has_not_cropped(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    """Lists of all tokens are made before any layer loses a token, once for each layer."""
+    history, failed = empty(SETTINGS[memory], 2), 0
+    for what in (60, 1, 190, 1):
+        act(history, what)
+    while history.length > 200:
+        nth = Nth(failed + 1)
+        with monkeypatch.context() as patch:
+            nth.patch(patch, TokenMass, "_copy_marked", no_memory)
+            try:
+                act(history, "crop")
+            except MemoryError:
+                failed += 1
+        check_books([history])
+        act(history, 1)
+    assert failed == len(history.caches[0].layers)
 
 
 @pytest.mark.one_in(2)

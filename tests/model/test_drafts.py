@@ -170,6 +170,9 @@ def test_the_first_block_is_full_of_rejected_drafts(
     monkeypatch.setattr(Drafter, "__init__", partialmethod(Drafter.__init__, most=9, mistakes=0.3))
     got, _ = drafted(monkeypatch, llama, helped, ids, want.sequences)
     assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(helped.layers, alone.layers, strict=True):
+        assert torch.allclose(a.store.digests.center, b.store.digests.center, atol=1e-5)
+        assert torch.allclose(a.store.digests.sigma, b.store.digests.sigma, atol=1e-5)
     assert_same(llama, helped, alone, torch.ones_like(got.sequences), 1e-4)
 
 
