@@ -148,8 +148,8 @@ def test_the_nth_fault(
 def test_a_crop_that_has_no_memory_has_not_cropped(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
     """Lists of all tokens are made before any layer loses a token, once for each layer."""
     history, failed = empty(SETTINGS[memory], 2), 0
-    for what in (60, 1, 190, 1):
-        act(history, what)
+    for count in (150, 1, 70, 1):
+        history.feed(*prompt(2, count))
     while history.length > 200:
         nth = Nth(failed + 1)
         with monkeypatch.context() as patch:
