@@ -361,26 +361,32 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.02)
 
 
-def test_short_prompts_push_no_long_one_out(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Titles and tags about a chat; and prompts of which each alone has room."""
-    store, prompt = make(tmp_path, model), ids(400)
+def test_side_calls_push_nothing_out(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Titles and tags: short prompts about the chat."""
+    store = make(tmp_path, model)
+    prompt = ids(400)
     ask(store, prompt)
     store.flush()
-    limits = {"max_ram": int(1.3 * store.ram_bytes), "max_bytes": int(1.3 * entries.used_bytes(*tmp_path.glob("*")))}
-    store = make(tmp_path, model, **limits)
+    limit = int(1.3 * store.ram_bytes)
+    store = make(tmp_path, model, max_ram=limit, max_bytes=int(1.3 * entries.used_bytes(*tmp_path.glob("*"))))
     for turn in range(6):
         tokens, _, out = ask(store, prompt)
         assert turn == 0 or tokens >= 390
         ask(store, ids(20, 50 + turn))
         store.flush()
         prompt = joined(out.sequences[:, :-3], ids(2, turn))
-    store._min_seconds = 1000
+
+
+def test_short_prompts_push_no_long_one_from_memory(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = make(tmp_path, model)
+    _, _, out = ask(store, ids(400))
+    store.flush()
+    store._max_ram, store._min_seconds = int(1.2 * store.ram_bytes), 1000
     for seed in range(3):
         ask(store, ids(300, 50 + seed))
-        assert store.ram_bytes <= limits["max_ram"]
+        assert store.ram_bytes <= store._max_ram
     with store.open(joined(out.sequences, ids(5))) as found:
-        assert found.source == "ram"
-        assert found.tokens >= 390
+        assert (found.source, found.tokens) == ("ram", 407)
 
 
 # --- what must not be found -------------------------------------------------------------------------------------------
