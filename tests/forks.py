@@ -11,12 +11,8 @@ from collections.abc import Callable
 PATIENCE = 300.0
 
 
-def in_fork(act: Callable[[], object], patience: float = PATIENCE) -> int:
-    """Call `act` in a forked child; return the child's exit status: 0 if `act` returned, 1 if it raised.
-
-    Raises:
-        AssertionError: the child has not ended in `patience` seconds, and was killed.
-    """
+def forked(act: Callable[[], object]) -> int:
+    """Call `act` in a forked child, which exits with 0 if `act` returned, with 1 if it raised; return its id."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -27,7 +23,16 @@ def in_fork(act: Callable[[], object], patience: float = PATIENCE) -> int:
             traceback.print_exc()
         finally:
             os._exit(status)
-    return exit_status(child, patience)
+    return child
+
+
+def in_fork(act: Callable[[], object], patience: float = PATIENCE) -> int:
+    """Call `act` in a forked child; return the child's exit status.
+
+    Raises:
+        AssertionError: the child has not ended in `patience` seconds, and was killed.
+    """
+    return exit_status(forked(act), patience)
 
 
 def exit_status(child: int, patience: float = PATIENCE) -> int:

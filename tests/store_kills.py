@@ -1,28 +1,27 @@
 """Processes that use a prefix store and are killed at random moments: what they leave gives no wrong token.
 
-    python tests/store_kills.py FOLDER KILLS SEED [TOKENS]
+    python tests/store_kills.py FOLDER KILLS SEED
 
-Without TOKENS a tiny random model; with TOKENS, SmolLM2 and one document of so many. A child reads documents in chunks,
-answers, saves and evicts, and says after each forward how much it has read. It is killed. Another child then opens the
-store: it must start, find all but one segment and one chunk of what was read, and give the tokens of a cache without a
-store. The policy is `full` in float32.
+A child reads documents in chunks, answers, saves and evicts, and says after each forward how much it has read. It is
+killed. Another child then opens the store: it must start, find all but one segment and one chunk of what was read, and
+give the tokens of a cache without a store. The policy is `full` in float32.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from forks import exit_status
+from forks import forked, in_fork
 from tiny import tiny_model
 
 import hf_offload
@@ -32,29 +31,27 @@ from hf_offload.model.hooks import cache_argument
 ANSWER = 6
 
 
+SEGMENT, CHUNK = 64, 16
+MOST = 600_000  # bytes: about three chats
+
+
 class Work:
     """A model and prompts for it."""
 
-    def __init__(self, folder: Path, tokens: int | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.lost = folder, 0, 0
         self.found: hf_offload.prefix_store.Found | None = None
-        self.segment, self.chunk, self.threads = (64, 16, 1) if tokens is None else (4096, 512, 2)
+        self.model: Any = tiny_model("llama")
         generator = torch.Generator().manual_seed(0)
-        if tokens is None:
-            self.model: Any = tiny_model("llama")
-            documents = [torch.randint(3, 160, (1, count), generator=generator) for count in (330, 411, 250)]
-            questions = [torch.randint(3, 160, (1, count), generator=generator) for count in (5, 17, 40)]
-        else:
-            self.model, tokenizer = hf_offload.load_demo_model(attn_implementation="hybrid_sparse")
-            text = hf_offload.demo_text("documentation")[: 6 * tokens]
-            documents = [tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]]
-            questions = [tokenizer("\n\nThis text is about", return_tensors="pt")["input_ids"]]
-        self.prompts = [torch.cat(pair, 1) for pair in ((d, q) for d in documents for q in questions)]
-        self.most = 600_000 if tokens is None else 8 << 30  # bytes: of the tiny model about three chats
+        documents, questions = (
+            [torch.randint(3, 160, (1, count), generator=generator) for count in counts]
+            for counts in ((330, 411, 250), (5, 17, 40))
+        )
+        self.prompts = [torch.cat(pair, 1) for pair in itertools.product(documents, questions)]
 
     def store(self) -> hf_offload.PrefixStore:
         return hf_offload.PrefixStore(
-            self.folder, self.model, "full", max_bytes=self.most, min_seconds=0, segment_tokens=self.segment
+            self.folder, self.model, "full", max_bytes=MOST, min_seconds=0, segment_tokens=SEGMENT
         )
 
     def answer(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -66,7 +63,6 @@ class Work:
     def use(self, pipe: int, order: random.Random) -> None:
         """Read and answer prompts without end; write prompt and tokens read to a pipe after each forward."""
         store, self.found = self.store(), None
-        torch.set_num_threads(self.threads)
         entries.evict = self.watched(pipe, entries.evict)
         while True:
             self.number = order.randrange(len(self.prompts))
@@ -77,12 +73,12 @@ class Work:
                 assert kept is not None
 
                 def told(found: Any = found, kept: Any = kept) -> None:
-                    read = found.cache.get_seq_length() if self.lost < self.segment else 0
+                    read = found.cache.get_seq_length() if self.lost < SEGMENT else 0
                     os.write(pipe, f"{self.number} {read}\n".encode())
                     kept()
 
                 found.cache.after_forward = told
-                found.read(chunk=self.chunk)
+                found.read(chunk=CHUNK)
                 out = self.answer(ids, found.cache)
                 if order.random() < 0.7:
                     found.keep(out)
@@ -97,7 +93,7 @@ class Work:
             found = self.found
             saved = None if found is None or found._entry is None else found._entry.saved()
             path = None if saved is None else saved.path
-            before, self.lost = self.lost, self.segment  # nothing is claimed meanwhile
+            before, self.lost = self.lost, SEGMENT  # nothing is claimed meanwhile
             os.write(pipe, f"{self.number} 0\n".encode())
             removed = evict(folder, most, keep, drop)
             if path in removed and path not in drop:
@@ -115,10 +111,9 @@ class Work:
         common = [(wanted[: len(each)] == each[: len(wanted)]).cumprod().sum() for each in have if each is not None]
         return int(max(common, default=0))
 
-    def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random, last: bool) -> None:
-        """After a kill: a prompt of which so many tokens had been read; a long one is answered after the last kill."""
+    def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random) -> None:
+        """After a kill: a prompt of which so many tokens had been read, and another one."""
         store, damaged = self.store(), list[Path]()
-        torch.set_num_threads(self.threads)
         store._discard = damaged.append  # type: ignore[method-assign]
         listed = {entry.path for entry in entries.list_entries(self.folder) if entry.tokens}
         assert set(self.folder.glob("*/*")) - set(self.folder.glob("*/about.json")) == listed
@@ -126,58 +121,28 @@ class Work:
             ids = self.prompts[which]
             with store.open(ids) as found:
                 assert not damaged, damaged
-                if which == number:
-                    assert found.tokens >= min(read, ids.shape[1]) - self.segment - self.chunk, (
-                        found.tokens,
-                        read,
-                        listed,
-                    )
-                    print(
-                        f"prompt {which}: {read} of {ids.shape[1]} tokens were read, {found.tokens} found", flush=True
-                    )
-                if last or self.most < 1 << 30:
-                    assert torch.equal(self.answer(ids, found.cache), want[which])
+                least = min(read, ids.shape[1]) - SEGMENT - CHUNK
+                assert which != number or found.tokens >= least, (found.tokens, read, listed)
+                assert torch.equal(self.answer(ids, found.cache), want[which])
         store._held.clear()  # what this child has computed stays unsaved
-        os._exit(0)
 
 
-def main(folder: Path, kills: int, seed: int, tokens: int | None) -> None:
+def main(folder: Path, kills: int, seed: int) -> None:
     torch.set_num_threads(1)  # no team of threads before a fork
-    work, order = Work(folder, tokens), random.Random(seed)
+    work, order = Work(folder), random.Random(seed)
     with torch.no_grad():
-        if tokens is None:
-            want = [work.answer(ids, hf_offload.HybridCache(work.model, "full")) for ids in work.prompts]
-        else:
-            cache = hf_offload.HybridCache(work.model, "full")
-            for part in work.prompts[0][:, :-2].split(512, 1):
-                work.model(part, logits_to_keep=1, **cache_argument(work.model, cache))
-            want = [work.answer(work.prompts[0], cache)]
+        want = [work.answer(ids, hf_offload.HybridCache(work.model, "full")) for ids in work.prompts]
     for kill in range(kills):
-        wait = order.uniform(0.01, 1.2) if tokens is None else order.uniform(5, 40)
+        wait = order.uniform(0.01, 1.2)
         number, read = one_kill(work, wait, random.Random(order.random()))
-        child = os.fork()
-        if child == 0:
-            try:
-                work.check(number, read, want, order, kill == kills - 1)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        assert exit_status(child, 3600.0) == 0, f"kill {kill}, after {wait:.3f} s"
+        ended = in_fork(lambda number=number, read=read: work.check(number, read, want, order), 3600.0)
+        assert ended == 0, f"kill {kill}, after {wait:.3f} s"
 
 
 def one_kill(work: Work, wait: float, order: random.Random) -> tuple[int, int]:
     """Kill a child some seconds after its first forward; the last prompt that it told, and the tokens read."""
     ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ours)
-        try:
-            work.use(theirs, order)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+    child = forked(lambda: work.use(theirs, order))
     os.close(theirs)
     told, end = b"", time.monotonic() + 60.0
     while time.monotonic() < end:
@@ -196,4 +161,4 @@ def one_kill(work: Work, wait: float, order: random.Random) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_exactness import assert_equal, knobs_of
 from test_families import build
-from tiny import ONE_MEMORY, prompt, tiny_model
-from transformers import DynamicCache, PreTrainedModel
+from tiny import ONE_MEMORY, decode, prefill, prompt, tiny_model
+from transformers import DynamicCache
 
 from hf_offload import HybridCache
 
@@ -18,30 +18,6 @@ BLOCK = 16
 PROMPT = 75
 STEPS = 22
 TIERS: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 4 * BLOCK}}
-
-
-def prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Run a prompt and return the next token `[B, 1]`."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-    return out.logits[:, -1].argmax(-1, keepdim=True)
-
-
-def decode(
-    model: PreTrainedModel, cache: Any, token: torch.Tensor, mask: torch.Tensor, steps: int = STEPS
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens and logits after `token`; `mask` covers what is cached."""
-    tokens, logits = [], []
-    with torch.no_grad():
-        for _ in range(steps):
-            mask = torch.cat([mask, torch.ones_like(token)], 1)
-            positions = mask.sum(-1, keepdim=True) - 1
-            out = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-            logits.append(out.logits[:, -1])
-            token = logits[-1].argmax(-1, keepdim=True)
-            tokens.append(token)
-    return torch.cat(tokens, 1), torch.stack(logits, 1)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A process killed before each of a save's system calls: a whole cache is left, the old one or the new one."""
+"""A save that ends before any of its system calls: a whole cache is left, the old one or the new one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import os
 import stat
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forks import in_fork
-from tiny import DEVICE, ONE_MEMORY, prompt, tiny_model
+from tiny import DEVICE, ONE_MEMORY, begin, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
@@ -36,45 +36,43 @@ def model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def caches(model: PreTrainedModel) -> tuple[HybridCache, HybridCache]:
+def caches(model: PreTrainedModel) -> list[HybridCache]:
     """Two caches, which differ in length."""
     made = []
     for tokens in (OLD, NEW):
         cache = HybridCache(model, "scout", block_size=8, **ONE_MEMORY)
-        with torch.no_grad():
-            model(prompt(1, tokens)[0], past_key_values=cache)
+        begin(model, cache, 1, tokens)
         made.append(cache)
-    return made[0], made[1]
+    return made
 
 
-class Counting:
-    """Counts system calls; at the n-th, before it happens, `act` is called."""
+@contextmanager
+def counted_calls(n: int, act: Callable[[], object]) -> Iterator[list[str]]:
+    """System calls by name; at the n-th, before it happens, `act` is called."""
+    calls: list[str] = []
 
-    def __init__(self, n: int, act: Callable[[], None]) -> None:
-        self.n, self.act, self.calls = n, act, list[str]()
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        for name in CALLS:
-            patch.setattr(os, name, self.counted(name, getattr(os, name)))
-        patch.setattr(io, "open", self.counted("open", io.open))
-
-    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            if len(self.calls) == self.n:
-                self.act()
+            calls.append(name)
+            if len(calls) == n:
+                act()
             return function(*args, **kwargs)
 
         return call
 
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, counted(name, getattr(os, name)))
+        patch.setattr(io, "open", counted("open", io.open))
+        yield calls
 
-def kill(cache: HybridCache, folder: Path, n: int) -> bool:
+
+def killed(cache: HybridCache, folder: Path, n: int) -> bool:
     """Save in a child that is killed before its n-th call; whether it was."""
 
     def save() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            Counting(n, lambda: os._exit(KILLED)).install(patch)
+        with counted_calls(n, lambda: os._exit(KILLED)):
             cache.save(folder)
 
     code = in_fork(save)
@@ -82,69 +80,74 @@ def kill(cache: HybridCache, folder: Path, n: int) -> bool:
     return code == KILLED
 
 
-def kills(cache: HybridCache, folder: Path) -> Iterator[int]:
-    n = 1
-    while kill(cache, folder, n):
-        yield n
-        n += 1
-    assert n > 15
+def refused(cache: HybridCache, folder: Path, n: int) -> bool:
+    """Save on a disk that has no room at the n-th call; whether there was such a call."""
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    told = ""
+    with counted_calls(n, refuse) as calls, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # an old segment that cannot be removed
+        try:
+            cache.save(folder)
+        except OSError as error:
+            told = str(error)
+    if not told:
+        assert HybridCache.load(folder, tiny_model("llama")).get_seq_length() == cache.get_seq_length()
+    assert "no space left" in told or not told
+    return len(calls) >= n
 
 
-def test_a_killed_save_leaves_a_whole_cache(
-    model: PreTrainedModel, caches: tuple[HybridCache, HybridCache], tmp_path: Path
+@pytest.mark.parametrize("ends", [killed, refused])
+def test_a_save_that_ends_early_leaves_a_whole_cache(
+    model: PreTrainedModel, caches: list[HybridCache], tmp_path: Path, ends: Callable[[HybridCache, Path, int], bool]
 ) -> None:
     old, new = caches
     folder, found = tmp_path / "cache", []
     old.save(folder)
     names = set(os.listdir(folder))
-    for _ in kills(new, folder):
+    while ends(new, folder, len(found) + 1):
         found.append(HybridCache.load(folder, model).get_seq_length())
         old.save(folder)
-        assert set(os.listdir(folder)) == names  # nothing of the killed save is left
+        assert set(os.listdir(folder)) == names  # nothing of the save that ended early is left
     assert set(found) == {OLD, NEW}
-    assert found == sorted(found)  # the old one up to one point, the new one after it
+    assert found == sorted(found) or ends is refused  # the old one up to one point, the new one after it
+    assert len(found) > 15
     assert os.listdir(tmp_path) == ["cache"]
 
 
-def test_a_killed_first_save_leaves_nothing_or_all(
-    model: PreTrainedModel, caches: tuple[HybridCache, HybridCache], tmp_path: Path
+@pytest.mark.parametrize("ends", [killed, refused])
+def test_a_first_save_that_ends_early_leaves_nothing_or_all(
+    model: PreTrainedModel, caches: list[HybridCache], tmp_path: Path, ends: Callable[[HybridCache, Path, int], bool]
 ) -> None:
-    folder, whole = tmp_path / "new" / "deep" / "cache", []
-    for _ in kills(caches[1], folder):
-        whole.append((folder / "cache.safetensors").exists())
-        if whole[-1]:
-            assert HybridCache.load(folder, model).get_seq_length() == NEW
-            break
+    folder, count = tmp_path / "new" / "deep" / "cache", 1
+    while ends(caches[1], folder, count) and not (folder / "cache.safetensors").exists():
         with pytest.raises(ValueError, match="no saved cache"):
             HybridCache.load(folder, model)
-    assert len(whole) > 10
+        count += 1
+    assert HybridCache.load(folder, model).get_seq_length() == NEW
+    assert count > 10
 
 
-def test_all_is_on_the_disk_before_and_after_the_cache_has_its_name(
-    caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_cache_may_be_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    HybridCache(model, "full", **ONE_MEMORY).save(tmp_path / "cache")
+    assert HybridCache.load(tmp_path / "cache", model).get_seq_length() == 0
+
+
+def test_all_is_on_the_disk_before_and_after_the_cache_has_its_name(caches: list[HybridCache], tmp_path: Path) -> None:
     """The files, then their folder; then the name; then the folder again, before the old files are removed."""
-    old, new = caches
-    old.save(tmp_path / "cache")
-    counting = Counting(0, lambda: None)
-    counting.install(monkeypatch)
-    new.save(tmp_path / "cache")
-    calls = [name for name in counting.calls if name not in ("open", "mkdir")]
-    segments = ["fsync", "replace"] * 2
-    assert calls == [*segments, "fsync", "fsync", "replace", "fsync", "unlink"]
-
-
-def test_folders_that_a_save_makes_are_synced(
-    caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caches[0].save(tmp_path / "cache")
+    with counted_calls(0, list) as made:
+        caches[1].save(tmp_path / "cache")
+    calls = [name for name in made if name not in ("open", "mkdir")]
+    assert calls == [*["fsync", "replace"] * 2, "fsync", "fsync", "replace", "fsync", "unlink"]
     counts = []
-    for parent in (tmp_path, tmp_path / "a" / "b"):
-        with monkeypatch.context() as patch:
-            counting = Counting(0, lambda: None)
-            counting.install(patch)
-            caches[0].save(parent / "cache")
-        counts.append(counting.calls.count("fsync"))
-    assert counts[1] == counts[0] + 2
+    for parent in (tmp_path / "first", tmp_path / "a" / "b"):  # folders that a save makes are synced
+        with counted_calls(0, list) as made:
+            caches[0].save(parent)
+        counts.append(made.count("fsync"))
+    assert counts[1] == counts[0] + 1
 
 
 def fsync_fails(code: int) -> Callable[[int], None]:
@@ -159,7 +162,7 @@ def fsync_fails(code: int) -> Callable[[int], None]:
 
 
 def test_a_folder_that_cannot_be_synced(
-    model: PreTrainedModel, caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, caches: list[HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems sync files alone; a disk's fault before the last step ends the save."""
     old, new = caches
@@ -176,17 +179,16 @@ def test_a_folder_that_cannot_be_synced(
 
 
 def test_an_old_file_that_cannot_be_removed_is_named(
-    caches: tuple[HybridCache, HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    caches: list[HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = caches
-    old.save(tmp_path / "cache")
+    caches[0].save(tmp_path / "cache")
 
     def fail(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(errno.EPERM, "no")
 
     monkeypatch.setattr(Path, "unlink", fail)
     with pytest.warns(UserWarning, match=r"segment-\w+.safetensors is of no use and stays"):
-        new.save(tmp_path / "cache")
+        caches[1].save(tmp_path / "cache")
 
 
 def test_a_path_that_cannot_be_is_no_saved_cache(model: PreTrainedModel, tmp_path: Path) -> None:

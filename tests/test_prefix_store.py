@@ -9,9 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload
-from forks import exit_status
+from forks import exit_status, forked
 from pools import used_bytes
 from tiny import DEVICE, SIZES, spread_weights, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -86,6 +83,12 @@ def ask(store: PrefixStore, prompt: torch.Tensor, count: int = 8, keep: bool = T
         if keep:
             found.keep(out)
         return found.tokens, found.source, out
+
+
+def plain(model: PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
+    """What a cache without a store says."""
+    tokens: torch.Tensor = generate(model, prompt, HybridCache(model, "full")).sequences
+    return tokens
 
 
 def scores(out: Any) -> torch.Tensor:
@@ -167,7 +170,7 @@ def test_the_longest_common_prefix_is_found_and_two_tokens_are_left(model: PreTr
             assert found.source == ("ram" if want else None)
             assert found.cache.get_seq_length() == want
             out = generate(model, prompt, found.cache)
-        assert torch.equal(out.sequences, generate(model, prompt, HybridCache(model, "full")).sequences)
+        assert torch.equal(out.sequences, plain(model, prompt))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
@@ -314,8 +317,7 @@ def test_what_is_in_use_is_not_evicted(model: PreTrainedModel, tmp_path: Path) -
         for seed in range(3):
             ask(store, ids(100, 5 + seed))
         got = generate(model, second, found.cache)
-    plain = generate(model, second, HybridCache(model, "full"))
-    assert torch.equal(got.sequences, plain.sequences)
+    assert torch.equal(got.sequences, plain(model, second))
 
 
 def test_what_an_unsaved_prompt_comes_from_stays_on_disk(
@@ -562,7 +564,7 @@ def test_what_the_user_does_with_the_cache_gives_no_wrong_entry(model: PreTraine
     again = joined(out.sequences, ids(10, 9))
     tokens, _, got = ask(make(tmp_path, model), again, keep=False)
     assert tokens == 727
-    assert torch.equal(got.sequences, generate(model, again, HybridCache(model, "full")).sequences)
+    assert torch.equal(got.sequences, plain(model, again))
 
 
 def test_knobs_of_a_run_are_those_of_the_store(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -608,28 +610,6 @@ def test_a_full_disk_is_told_and_memory_serves(
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
-def test_a_small_disk_that_fills_up(model: PreTrainedModel, tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount")
-    try:
-        store = make(tmp_path, model)
-        for seed in range(6):
-            _tokens, _, out = ask(store, ids(300, seed))
-            plain = generate(model, ids(300, seed), HybridCache(model, "full"))
-            assert torch.equal(out.sequences, plain.sequences)
-            with suppress_full_disk():
-                store.flush()
-        kept = len(entries.list_entries(tmp_path))
-        assert 0 < kept < 6
-        assert all(entry.tokens for entry in entries.list_entries(tmp_path))
-        found = [ask(make(tmp_path, model, min_seconds=99), ids(300, seed), keep=False)[0] for seed in range(6)]
-        assert sorted(found) == [0] * (6 - kept) + [298] * kept
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
 def test_a_folder_that_cannot_be_written_is_read(model: PreTrainedModel, tmp_path: Path) -> None:
     store = make(tmp_path, model)
     ask(store, ids(200))
@@ -651,15 +631,6 @@ def test_a_folder_that_cannot_be_written_is_read(model: PreTrainedModel, tmp_pat
     assert ask(make(tmp_path, model), ids(200))[0] == 0
 
 
-@contextmanager
-def suppress_full_disk() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if "free space" not in str(error):
-            raise
-
-
 def test_an_interrupted_prompt_goes_on_where_it_was(model: PreTrainedModel, tmp_path: Path) -> None:
     store, prompt = make(tmp_path, model), ids(300)
     layer: Any = model.model.layers[2]
@@ -678,7 +649,7 @@ def test_an_interrupted_prompt_goes_on_where_it_was(model: PreTrainedModel, tmp_
     layer._forward_pre_hooks.popitem()
     tokens, _, out = ask(store, prompt)
     assert tokens == 128
-    assert torch.equal(out.sequences, generate(model, prompt, HybridCache(model, "full")).sequences)
+    assert torch.equal(out.sequences, plain(model, prompt))
 
 
 def test_the_folder_of_something_else_is_left_alone(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -736,18 +707,15 @@ def test_a_child_process_has_no_part_in_the_store(model: PreTrainedModel, tmp_pa
     """It neither holds the lock, nor saves, nor opens; the parent goes on."""
     store = make(tmp_path, model)
     ask(store, ids(50))
+
+    def in_child() -> None:
+        store.close()
+        with pytest.raises(RuntimeError, match="forked"), store.open(ids(50)):
+            pass
+        time.sleep(3)
+
     with entries.locked(tmp_path, 9.0):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                store.close()
-                with pytest.raises(RuntimeError, match="forked"), store.open(ids(50)):
-                    pass
-                time.sleep(3)
-                status = 0
-            finally:
-                os._exit(status)
+        child = forked(in_child)
     start = time.monotonic()
     store.flush()
     assert time.monotonic() - start < 2.5
@@ -814,8 +782,7 @@ def test_two_threads_read_one_document(model: PreTrainedModel, tmp_path: Path) -
     for again in (store, make(tmp_path, model)):
         tokens, _, got = ask(again, joined(out.sequences, ids(5)), keep=False)
         assert tokens >= 307
-        plain = generate(model, joined(out.sequences, ids(5)), HybridCache(model, "full"))
-        assert torch.equal(got.sequences, plain.sequences)
+        assert torch.equal(got.sequences, plain(model, joined(out.sequences, ids(5))))
 
 
 def test_many_threads_ask_at_once(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -827,8 +794,7 @@ def test_many_threads_ask_at_once(model: PreTrainedModel, tmp_path: Path, monkey
             for turn in range(4):
                 prompt = joined(document[:, : 300 - 40 * (number % 2)], ids(10 + turn, 10 * number + turn))
                 out = ask(store, prompt, keep=turn % 2 == 0)[2]
-                plain = generate(model, prompt, HybridCache(model, "full"))
-                if not torch.equal(out.sequences, plain.sequences):
+                if not torch.equal(out.sequences, plain(model, prompt)):
                     wrong.append((number, turn))
         except BaseException as error:
             wrong.append(error)
@@ -844,28 +810,18 @@ def test_many_threads_ask_at_once(model: PreTrainedModel, tmp_path: Path, monkey
 
 def test_processes_that_evict_each_others_entries(model: PreTrainedModel, tmp_path: Path) -> None:
     with torch.no_grad():
-        want = [generate(model, ids(200, seed), HybridCache(model, "full")).sequences for seed in range(6)]
-    children = []
-    for process in range(3):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                store = make(tmp_path, model, max_bytes=400_000, max_ram=300_000)
-                order = torch.randperm(24, generator=torch.Generator().manual_seed(process)).tolist()
-                hits = 0
-                for each in order:
-                    tokens, _, out = ask(store, ids(200, each % 6))
-                    hits += tokens > 0
-                    store.flush()
-                    assert torch.equal(out.sequences, want[each % 6])
-                assert hits
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
+        want = [plain(model, ids(200, seed)) for seed in range(6)]
+
+    def work(process: int) -> None:
+        store, hits = make(tmp_path, model, max_bytes=400_000, max_ram=300_000), 0
+        for each in torch.randperm(24, generator=torch.Generator().manual_seed(process)).tolist():
+            tokens, _, out = ask(store, ids(200, each % 6))
+            hits += tokens > 0
+            store.flush()
+            assert torch.equal(out.sequences, want[each % 6])
+        assert hits
+
+    children = [forked(lambda process=process: work(process)) for process in range(3)]
     assert [exit_status(child) for child in children] == [0, 0, 0]
     assert all(entry.tokens for entry in entries.list_entries(tmp_path))
 
@@ -881,7 +837,7 @@ def test_a_clock_that_goes_back(model: PreTrainedModel, tmp_path: Path) -> None:
     _tokens, _, out = ask(store, ids(200, 9))
     store.flush()
     assert ask(store, ids(200, 9))[0] == 198
-    assert torch.equal(out.sequences, generate(model, ids(200, 9), HybridCache(model, "full")).sequences)
+    assert torch.equal(out.sequences, plain(model, ids(200, 9)))
 
 
 def test_the_end_of_the_process_saves(tmp_path: Path) -> None:

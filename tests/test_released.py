@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -12,38 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from breaking import SETTINGS
+from histories import Setting
 from test_hybrid_cache import hooks_on
 from tiny import DEVICE, prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import ConstantPredictor, HybridCache
+from hf_offload import HybridCache
 from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.token_mass import TokenMass
 
-KNOBS: dict[str, Any] = {"budget": 64, "sinks": 16, "recent": 0, "block_size": 16, "synchronous_layers": (0,)}
-ONE: dict[str, Any] = {"tier": "one"} if DEVICE == "cpu" else {}
-SPLIT: dict[str, Any] = {**KNOBS, "tier": "split" if DEVICE == "cpu" else None, "resident": 96, "recall": 1}
-HGCA: dict[str, Any] = {"policy": "hgca", "window": 40, "block_size": 16}
-PREDICTOR = ConstantPredictor(0.2, 0.02, sinks=16, local=32)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "one": {**KNOBS, **ONE},
-    "split": {**SPLIT, "lookahead": "off"},
-    "split, selects ahead": {**SPLIT, "lookahead": "select"},
-    "split, attends ahead": {**SPLIT, "lookahead": "attend"},
-    "int8": {**SPLIT, "host_dtype": "int8"},
-    "hgca": {**HGCA, "tier": "split" if DEVICE == "cpu" else None},
-    "hgca, one": {**HGCA, **ONE},
-    "fixed_hybrid": {"policy": "fixed_hybrid", "budget": 0.3, "sinks": 16, "local": 32, **ONE},
-    "h2o": {"policy": "h2o", "block_size": 16, "tier": SPLIT["tier"]},
-    "infinigen": {"policy": "infinigen", "block_size": 16, "tier": SPLIT["tier"]},
-    "quest": {"policy": "quest", "budget": 64, "resident": 96, "tier": SPLIT["tier"]},
-    "full, fetched": {"policy": "full", "host": "fetch", "block_size": 16, "resident": 96, "tier": SPLIT["tier"]},
-    "fluxion": {
-        "policy": "fluxion",
-        "predictor": ConstantPredictor(0.2, 0.02, sinks=16, local=32),
-        "tier": SPLIT["tier"],
-    },
-}
+Act = Callable[[PreTrainedModel, HybridCache], None]
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +41,11 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def prefill(model: PreTrainedModel, cache: HybridCache) -> None:
-    with torch.no_grad():
-        model(prompt(2, 150)[0], past_key_values=cache)
-
-
-def decode(model: PreTrainedModel, cache: HybridCache) -> None:
-    prefill(model, cache)
-    with torch.no_grad():
-        for i in range(20):
-            model(torch.full((2, 1), 5 + i, device=DEVICE), past_key_values=cache)
-
-
-def generate(model: PreTrainedModel, cache: HybridCache) -> None:
-    model.generate(prompt(2, 150)[0], past_key_values=cache, max_new_tokens=6, do_sample=False)
+@torch.no_grad()
+def decode(model: PreTrainedModel, cache: HybridCache, steps: int = 20) -> None:
+    model(prompt(2, 150)[0], past_key_values=cache)
+    for i in range(steps):
+        model(torch.full((2, 1), 5 + i, device=DEVICE), past_key_values=cache)
 
 
 def beams(model: PreTrainedModel, cache: HybridCache) -> None:
@@ -90,57 +61,44 @@ def change(model: PreTrainedModel, cache: HybridCache) -> None:
     cache.stats()
 
 
-def fail(model: PreTrainedModel, cache: HybridCache) -> None:
-    _stop(model, cache, ValueError)
-
-
-def interrupt(model: PreTrainedModel, cache: HybridCache) -> None:
-    _stop(model, cache, KeyboardInterrupt)
-
-
-def end_interrupted(model: PreTrainedModel, cache: HybridCache) -> None:
-    """As `interrupt`, and nothing comes after it but `crop(0)`."""
-    decode(model, cache)
-    handle = model.model.layers[2].mlp.register_forward_pre_hook(_interrupted)
-    try:
-        with torch.no_grad(), suppress(KeyboardInterrupt):
-            model(prompt(2, 20)[0], past_key_values=cache)
-    finally:
-        handle.remove()
-    cache.crop(0)
-
-
-def _interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _stop(model: PreTrainedModel, cache: HybridCache, error: type[BaseException]) -> None:
+def stop(model: PreTrainedModel, cache: HybridCache, error: type[BaseException], tokens: int) -> None:
+    """A forward that raises half way."""
     decode(model, cache)
 
     def raise_it(*_: Any) -> None:
         raise error
 
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(raise_it)
+    with torch.no_grad(), suppress(error):
+        model(prompt(2, tokens)[0], past_key_values=cache)
+    handle.remove()
+    cache.crop(0)
+
+
+def fail(model: PreTrainedModel, cache: HybridCache) -> None:
     for tokens in (1, 20):
-        handle = model.model.layers[2].mlp.register_forward_pre_hook(raise_it)
-        try:
-            with torch.no_grad(), suppress(error):
-                model(prompt(2, tokens)[0], past_key_values=cache)
-        finally:
-            handle.remove()
-        if error is KeyboardInterrupt:
-            cache.crop(0)
-        decode(model, cache)
+        stop(model, cache, ValueError, tokens)
+    decode(model, cache)
+
+
+def interrupt(model: PreTrainedModel, cache: HybridCache) -> None:
+    for tokens in (1, 20):
+        stop(model, cache, KeyboardInterrupt, tokens)
+    decode(model, cache)
+
+
+def end_interrupted(model: PreTrainedModel, cache: HybridCache) -> None:
+    stop(model, cache, KeyboardInterrupt, 20)
 
 
 def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
     """A job that raises, and one that is late."""
     decode(model, cache)
     worker = cache.settings.worker
-    job = worker.submit(lambda: 1 / 0, "a division")
-    late = worker.submit(lambda: time.sleep(0.3), "a nap")
-    for each in (job, late):
+    for work, patience in ((lambda: 1 / 0, 5), (lambda: time.sleep(0.3), 0.01)):
+        job = worker.submit(work, "a job")
         with suppress(RuntimeError):
-            each.result(timeout=0.01 if each is late else 5)
+            job.result(timeout=patience)
 
 
 def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
@@ -150,16 +108,18 @@ def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
             attempt()
 
 
-ACTS: list[Callable[[PreTrainedModel, HybridCache], None]] = [
-    prefill, decode, generate, beams, change, fail, interrupt, end_interrupted, lose_a_job, refuse,
-]  # fmt: skip
+def recall_late(model: PreTrainedModel, cache: HybridCache) -> None:
+    """A recall in flight holds the memory that it reads and writes, and no longer."""
+    cache.settings.worker.delay = 0.3
+    decode(model, cache, 3)
 
 
-def live(
-    model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], knobs: dict[str, Any]
-) -> tuple[list[weakref.ref[Any]], list[threading.Thread]]:
+ACTS: list[Act] = [decode, change, fail, interrupt, end_interrupted, lose_a_job, refuse, recall_late, beams]
+
+
+def live(model: PreTrainedModel, setting: Setting, act: Act) -> tuple[list[weakref.ref[Any]], list[threading.Thread]]:
     """Make a cache, let it live, and let it go; returns what can tell whether parts of it are still there."""
-    cache = HybridCache(model, **knobs)
+    cache = HybridCache(model, setting.policy, **setting.knobs)
     act(model, cache)
     parts: list[Any] = [cache, cache.settings.worker]
     for layer in hybrid_layers(cache):
@@ -171,44 +131,25 @@ def live(
     return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
 
 
-QUICK = [("split, attends ahead", act) for act in ACTS]
-QUICK += [(name, act) for name in ("one", "hgca") for act in (decode, change, interrupt)]
+def cases() -> list[Any]:
+    """All of them; in the quick set every second setting with one act."""
+    return [
+        pytest.param(name, act, marks=() if i % 2 == 0 and i // 2 % len(ACTS) == j else pytest.mark.slow)
+        for (i, name), (j, act) in itertools.product(enumerate(SETTINGS), enumerate(ACTS))
+    ]
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("name", "act"),
-    [
-        pytest.param(name, act, marks=() if (name, act) in QUICK else pytest.mark.slow, id=f"{act.__name__}-{name}")
-        for act in ACTS
-        for name in SETTINGS
-    ],
-)
-def test_a_cache_goes_with_its_last_name(
-    model: PreTrainedModel, act: Callable[[PreTrainedModel, HybridCache], None], name: str
-) -> None:
-    live(model, act, SETTINGS[name])  # compiles: Numba leaves frames in a circle, and who is in them
+@pytest.mark.skipif(DEVICE != "cpu", reason="the settings name tiers of the CPU")
+@pytest.mark.parametrize(("name", "act"), cases())
+def test_a_cache_goes_with_its_last_name(model: PreTrainedModel, name: str, act: Act) -> None:
+    setting = SETTINGS[name]
+    live(model, setting, act)  # compiles: Numba leaves frames in a circle, and who is in them
     gc.collect()
     assert hooks_on(model) == 0
-    parts, threads = live(model, act, SETTINGS[name])
+    parts, threads = live(model, setting, act)
     for thread in threads:  # they hold what they still work on
         thread.join(300)
         assert not thread.is_alive()
     left = [type(part()).__name__ for part in parts if part() is not None]
     assert not left
     assert hooks_on(model) == 0
-
-
-@pytest.mark.slow
-def test_a_thread_at_work_lets_go_when_it_is_done(model: PreTrainedModel) -> None:
-    """A recall in flight holds the memory that it reads and writes, and no longer."""
-
-    def slowly(model: PreTrainedModel, cache: HybridCache) -> None:
-        cache.settings.worker.delay = 0.3
-        prefill(model, cache)
-        with torch.no_grad():
-            for i in range(3):
-                model(torch.full((2, 1), 5 + i, device=DEVICE), past_key_values=cache)
-        assert any(layer.resident._transfer is not None for layer in hybrid_layers(cache))
-
-    test_a_cache_goes_with_its_last_name(model, slowly, "split")

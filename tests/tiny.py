@@ -107,3 +107,39 @@ def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.
     for row in range(1, batch):
         mask[row, : row * (length // 4)] = 0
     return ids.masked_fill(mask == 0, 0).to(DEVICE), mask.to(DEVICE)
+
+
+def prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Run a prompt and return the next token `[B, 1]`."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    return out.logits[:, -1].argmax(-1, keepdim=True)
+
+
+def decode(
+    model: PreTrainedModel, cache: Any, token: torch.Tensor, mask: torch.Tensor, steps: int = 22
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens and logits after `token`; `mask` covers what is cached."""
+    tokens, logits = [], []
+    with torch.no_grad():
+        for _ in range(steps):
+            mask = torch.cat([mask, torch.ones_like(token)], 1)
+            positions = mask.sum(-1, keepdim=True) - 1
+            out = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+            logits.append(out.logits[:, -1])
+            token = logits[-1].argmax(-1, keepdim=True)
+            tokens.append(token)
+    return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+
+def begin(
+    model: PreTrainedModel, cache: Any, batch: int, length: int, steps: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take a prompt in and some steps; the token and the mask that follow."""
+    ids, mask = prompt(batch, length)
+    token = prefill(model, cache, ids, mask)
+    if steps:
+        token = decode(model, cache, token, mask, steps)[0][:, -1:]
+        mask = torch.cat([mask, mask.new_ones(batch, steps)], 1)
+    return token, mask

@@ -137,15 +137,11 @@ def test_an_environment_variable_is_named(llama: PreTrainedModel, monkeypatch: p
 @pytest.mark.parametrize(
     "text",
     [
-        '{"intervals": ' + "[" * 100_000 + "]" * 100_000 + "}",
-        "[" * 100_000,
-        '{"intervals": [1, true]}',
-        f'{{"intervals": [{10**30}]}}',
-        '{"intervals": ["1"]}',
-        "\0",
+        '{"intervals": ' + "[" * 100_000 + "]" * 100_000 + "}", "[" * 100_000, '{"intervals": [1, true]}',
+        f'{{"intervals": [{10**30}]}}', '{"intervals": ["1"]}', "\0",
     ],
     ids=["nested", "open", "switch", "huge", "text", "zero"],
-)
+)  # fmt: skip
 def test_a_profile_that_is_none(llama: PreTrainedModel, tmp_path: Path, text: str) -> None:
     file = tmp_path / "profile.json"
     file.write_text(text)
@@ -154,35 +150,28 @@ def test_a_profile_that_is_none(llama: PreTrainedModel, tmp_path: Path, text: st
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
 def test_a_predictor_that_is_none(llama: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello, this is no predictor at all")
-    save_file({"x": torch.zeros(1)}, tmp_path / "weights")
-    save_file({"x": torch.zeros(1)}, tmp_path / "nested", {"about": "[" * 100_000})
-    save_file({"x": torch.zeros(1)}, tmp_path / "older", {"about": '{"format": 3}'})
-    for name in ("text", "weights", "nested", "older"):
-        with pytest.raises(ValueError, match=rf"{name} is no predictor.*; .*hf-offload train-fluxion"):
-            HybridCache(llama, "fluxion", predictor=tmp_path / name)
-    with pytest.raises(ValueError, match=r"is a folder; name the file in it, such as .*predictor\.safetensors"):
-        HybridCache(llama, "fluxion", predictor=tmp_path)
+    for name, about in (("weights", None), ("nested", "[" * 100_000), ("older", '{"format": 3}')):
+        save_file({"x": torch.zeros(1)}, tmp_path / name, about and {"about": about})
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer
+    for wrong, message in (
+        *((tmp_path / name, rf"{name} is no predictor.*; .*hf-offload train-fluxion") for name in os.listdir(tmp_path)
+          if name != "pipe"),
+        (tmp_path, r"is a folder; name the file in it, such as .*predictor\.safetensors"),
+        (tmp_path / "pipe", "is a device or a pipe; name a predictor's file"),
+        (tmp_path / "text/x", "is no name of a file .*; name a predictor's file"),
+        (tmp_path / ("x" * 300), "is no name of a file .*; name a predictor's file"),
+        (tmp_path / "x\0", "is no name of a file .*; name a predictor's file"),
+        (3, "predictor=.*; "),
+        (ConstantPredictor, "predictor=.*; "),
+        ({"colour": 1}, "predictor=.*; "),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            HybridCache(llama, "fluxion", predictor=wrong)
     with pytest.raises(FileNotFoundError, match=r"predictor='.*none': there is no such file; write one"):
         HybridCache(llama, "fluxion", predictor=tmp_path / "none")
-    for wrong in (3, ConstantPredictor, {"colour": 1}):
-        with pytest.raises(ValueError, match=r"predictor=.*; "):
-            HybridCache(llama, "fluxion", predictor=wrong)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
-def test_a_predictor_that_is_no_file(llama: PreTrainedModel, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer
-    (tmp_path / "file").touch()
-    for name, message in (
-        ("pipe", "is a device or a pipe; name a predictor's file"),
-        ("file/x", "is no name of a file .*; name a predictor's file"),
-        ("x" * 300, "is no name of a file .*; name a predictor's file"),
-        ("x\0", "is no name of a file .*; name a predictor's file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(llama, "fluxion", predictor=tmp_path / name)
 
 
 @pytest.mark.parametrize("knob", [field.name for field in dataclasses.fields(ConstantPredictor)])
@@ -235,58 +224,42 @@ def test_a_link_is_followed(llama: PreTrainedModel, filled: HybridCache, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["disk", "link to disk", "link to other", "other"]
 
 
-def test_a_folder_with_other_files_is_never_replaced(
-    filled: HybridCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even where one of them has the name of a saved cache's checksums; nor is the current folder."""
-    (tmp_path / "SHA256SUMS").write_text("sums of a download")
-    letter = tmp_path / "letter"
-    letter.write_text("kept")
-    with pytest.raises(ValueError, match="no saved cache"):
-        filled.save(tmp_path)
-    assert letter.read_text() == "kept"
-    folder = tmp_path / "cache"
-    filled.save(folder)
-    filled.save(folder)  # a saved cache is replaced
-    (folder / "notes").write_text("kept")
-    with pytest.raises(ValueError, match="no saved cache"):
-        filled.save(folder)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ValueError, match="no saved cache"):
-        filled.save(".")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a\0b", "has a NUL or bytes that are no UTF-8; name another folder"),
-        ("\udcff", "has a NUL or bytes that are no UTF-8; name another folder"),
-        ("x" * 300, "name a folder that can be written"),
-    ],
-)
-def test_a_name_that_no_folder_can_have(filled: HybridCache, tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises((ValueError, OSError), match=message):
-        filled.save(tmp_path / name)
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_longest_name_serves(llama: PreTrainedModel, filled: HybridCache, tmp_path: Path) -> None:
     filled.save(tmp_path / ("x" * 255))
     assert HybridCache.load(tmp_path / ("x" * 255), llama).get_seq_length() == filled.get_seq_length()
 
 
-def test_links_that_lead_nowhere_or_to_something_else(filled: HybridCache, tmp_path: Path) -> None:
-    (tmp_path / "letter").write_text("dear")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "no saved cache"),  # other files are in it, one of which has the name of a saved cache's checksums
+        ("cache", "no saved cache"),  # one that somebody has put notes into
+        ("here", "no saved cache"),  # the current folder
+        ("link", r"letter is there and is no saved cache; name a folder of its own"),
+        ("loop", r"loop is a link that leads back to itself.*; name another folder"),
+        ("letter/cache", r"the cache was not saved .*; name a folder that can be written.*letter/cache'"),
+        ("a\0b", "has a NUL or bytes that are no UTF-8; name another folder"),
+        ("\udcff", "has a NUL or bytes that are no UTF-8; name another folder"),
+        ("x" * 300, "name a folder that can be written"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_and_left_alone(
+    filled: HybridCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    for file in ("SHA256SUMS", "letter"):
+        (tmp_path / file).write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "letter")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(ValueError, match=r"letter is there and is no saved cache; name a folder of its own"):
-        filled.save(tmp_path / "link")
-    with pytest.raises(ValueError, match=r"loop is a link that leads back to itself.*; name another folder"):
-        filled.save(tmp_path / "loop")
-    assert sorted(os.listdir(tmp_path)) == before
-    assert (tmp_path / "letter").read_text() == "dear"
+    (tmp_path / "here").mkdir()
+    filled.save(tmp_path / "cache")
+    filled.save(tmp_path / "cache")  # a saved cache is replaced
+    (tmp_path / "cache" / "notes").write_text("kept")
+    monkeypatch.chdir(tmp_path / "here")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((ValueError, OSError), match=message):
+        filled.save("." if name == "here" else tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "letter").read_text() == (tmp_path / "cache" / "notes").read_text() == "kept"
 
 
 def test_a_full_disk_is_named(
@@ -303,13 +276,6 @@ def test_a_full_disk_is_named(
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(tmp_path) == ["cache"]
     assert HybridCache.load(tmp_path / "cache", llama).get_seq_length() == 0
-
-
-def test_a_folder_below_a_file_is_named(filled: HybridCache, tmp_path: Path) -> None:
-    (tmp_path / "letter").write_text("dear")
-    with pytest.raises(OSError, match=r"the cache was not saved .*; name a folder that can be written.*letter/cache'"):
-        filled.save(tmp_path / "letter" / "cache")
-    assert (tmp_path / "letter").read_text() == "dear"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the address space of a process")

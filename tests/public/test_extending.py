@@ -109,49 +109,41 @@ def test_a_crop_begins_anew_and_rows_keep_their_phase(llama: PreTrainedModel, ti
     torch.testing.assert_close(got, want, atol=5e-5, rtol=1e-5)
 
 
+def varied(method: Any, **parts: Any) -> Any:
+    """The page's policy with other methods; `plan` is a function of the step, `new_state` one of the layer."""
+    functions = {name: lambda self, given, part=part: part(given) for name, part in parts.items()}
+    return type("Varied", (method,), functions)()
+
+
+def whole(step: Any) -> hf_offload.Plan:
+    return hf_offload.Plan(step.attend(step.all_blocks()))
+
+
+def filled(llama: PreTrainedModel, policy: Any, tier: str, tokens: int = 100) -> HybridCache:
+    cache = HybridCache(llama, policy, **KNOBS[tier])
+    feed(llama, cache, prompt(1, 101)[0], 0, tokens, tokens)
+    return cache
+
+
+def step(llama: PreTrainedModel, cache: HybridCache, count: int = 1) -> torch.Tensor:
+    length = cache.get_seq_length()
+    return feed(llama, cache, prompt(1, 101)[0], length, length + count)
+
+
 def test_a_state_whose_rows_do_not_come_first_keeps_them(llama: PreTrainedModel, method: Any) -> None:
     class Heads(hf_offload.LayerState):
         def tensors(self) -> dict[str, torch.Tensor]:
             return {"worth": torch.zeros(4)}
 
-    class Wrong(method):  # type: ignore[misc]
-        def new_state(self, layer: Any) -> hf_offload.LayerState:
-            return Heads()
-
-        def plan(self, step: Any) -> hf_offload.Plan:
-            return hf_offload.Plan(step.attend(step.all_blocks()))
-
-    cache = HybridCache(llama, Wrong(), **KNOBS["one"])
-    ids = prompt(1, 60)[0]
-    feed(llama, cache, ids, 0, 50, 50)
+    cache = filled(llama, varied(method, new_state=lambda layer: Heads(), plan=whole), "one", 50)
     with pytest.raises(ValueError, match=r"Heads.tensors gives 'worth' of shape \[4\] for 1 rows"):
         cache.batch_repeat_interleave(2)
-    full = HybridCache(llama, "full", **KNOBS["one"])
-    feed(llama, full, ids, 0, 50, 50)
-    assert torch.equal(*(feed(llama, one, ids, 50, 60) for one in (cache, full)))
-
-
-@pytest.mark.parametrize("numbers", [[3, 1], [1, 1], [-1, 2], [0, 10**6], [[1]]])
-def test_blocks_that_cannot_be_are_refused(llama: PreTrainedModel, method: Any, numbers: Any) -> None:
-    class Wrong(method):  # type: ignore[misc]
-        def plan(self, step: Any) -> hf_offload.Plan:
-            return hf_offload.Plan(step.attend(step.blocks(numbers)))
-
-    cache = HybridCache(llama, Wrong(), **KNOBS["one"])
-    ids = prompt(1, 60)[0]
-    feed(llama, cache, ids, 0, 50, 50)
-    with pytest.raises(ValueError, match="sort them"):
-        feed(llama, cache, ids, 50, 51)
-    assert cache.get_seq_length() == 50
+    assert torch.equal(*(step(llama, one, 10) for one in (cache, filled(llama, "full", "one", 50))))
 
 
 def test_a_state_of_another_kind_is_refused(llama: PreTrainedModel, method: Any) -> None:
-    class Wrong(method):  # type: ignore[misc]
-        def new_state(self, layer: Any) -> Any:
-            return {"phase": 0}
-
     with pytest.raises(TypeError, match=r"new_state gave .* no LayerState"):
-        feed(llama, HybridCache(llama, Wrong(), **KNOBS["one"]), prompt(1, 60)[0], 0, 50, 50)
+        filled(llama, varied(method, new_state=lambda layer: {"phase": 0}), "one")
 
 
 def test_a_class_that_is_defined_again_takes_its_own_place(method: Any) -> None:
@@ -170,34 +162,21 @@ def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) 
         def settle(self) -> None:
             raise ArithmeticError("no luck")
 
-    class Wrong(method):  # type: ignore[misc]
-        def new_state(self, layer: Any) -> Any:
-            return Sour() if layer.index == 1 and not helped else super().new_state(layer)
+    made: list[int] = []
 
-    helped, ids = False, prompt(1, 60)[0]
-    cache = HybridCache(llama, Wrong(), **KNOBS["one"])
-    feed(llama, cache, ids, 0, 50, 50)
+    def state(layer: Any) -> hf_offload.LayerState:
+        made.append(layer.index)
+        return Sour() if made.count(1) == 1 == layer.index else hf_offload.LayerState()
+
+    cache = filled(llama, varied(method, new_state=state, plan=whole), "one", 50)
     with pytest.raises(ArithmeticError):
         cache.drain()
-    helped = True
     cache.reset()
-    feed(llama, cache, ids, 0, 50, 50)
+    feed(llama, cache, prompt(1, 60)[0], 0, 50, 50)
     assert cache.get_seq_length() == 50
 
 
 # --- plans and requirements that cannot be ---------------------------------------------------------------------------
-
-
-def planning(llama: PreTrainedModel, method: Any, tier: str, make: Any, **knobs: Any) -> HybridCache:
-    """A cache of 100 tokens whose policy plans by a function of the step."""
-
-    class Planned(method):  # type: ignore[misc]
-        def plan(self, step: Any) -> Any:
-            return make(step)
-
-    cache = HybridCache(llama, Planned(), **(KNOBS[tier] | knobs))
-    feed(llama, cache, prompt(1, 101)[0], 0, 100, 100)
-    return cache
 
 
 def parts_of(step: Any) -> tuple[Any, Any]:
@@ -206,61 +185,57 @@ def parts_of(step: Any) -> tuple[Any, Any]:
     return step.attend(step.blocks(range(end))), step.attend(step.blocks([end, end + 1]))
 
 
-def zeros(step: Any, dtype: torch.dtype) -> hf_offload.Plan:
+def zeros(step: Any, dtype: torch.dtype = torch.float32, of: Any = lambda x: x) -> hf_offload.Plan:
+    """A partial of zeros, of each of whose tensors something is made."""
     shape = (1, step.query.shape[1], step.store.head_dim)
-    return hf_offload.Plan((hf_offload.Partial(torch.zeros(shape, dtype=dtype), torch.zeros(shape[:2], dtype=dtype)),))
+    made = of(torch.zeros(shape, dtype=dtype)), of(torch.zeros(shape[:2], dtype=dtype))
+    return hf_offload.Plan((hf_offload.Partial(*made),))
 
 
-def made(step: Any, of: Any) -> hf_offload.Plan:
-    part = zeros(step, torch.float32).partials[0]
-    return hf_offload.Plan((hf_offload.Partial(*map(of, part)),))  # type: ignore[arg-type]
+def attend(step: Any, **knobs: Any) -> hf_offload.Plan:
+    return hf_offload.Plan(step.attend(step.recent(2)), **knobs)
 
 
-def flat(step: Any) -> hf_offload.Plan:
-    return hf_offload.Plan((hf_offload.Partial(torch.zeros(4, 16), torch.zeros(4)),))
+def numbered(numbers: Any) -> Any:
+    return lambda step: hf_offload.Plan(step.attend(step.blocks(numbers)))
 
 
-WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "nothing": (lambda step: None, TypeError, "plan gave a NoneType"),
-    "a tuple": (lambda step: step.attend(step.recent(2)), TypeError, "plan gave a tuple"),
-    "no star": (lambda step: hf_offload.Plan(parts_of(step)), TypeError, "a tuple of them"),
-    "no tuple": (lambda step: hf_offload.Plan(step.attend(step.recent(2))[0]), TypeError, "it takes partials"),
-    "None": (lambda step: hf_offload.Plan((None,)), TypeError, "holds a NoneType"),  # type: ignore[arg-type]
-    "a selection": (lambda step: hf_offload.Plan((step.recent(2),)), TypeError, "holds a Selection"),
-    "until": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until="x"), TypeError, "until='x'"),
-    "until, below 0": (lambda step: hf_offload.Plan(step.attend(step.recent(2)), until=-5), ValueError, "until=-5"),
-    "shape": (flat, ValueError, "has shapes"),
-    "no tensors": (lambda step: hf_offload.Plan((hf_offload.Partial(None, None),)), TypeError, "tensors or arrays"),
-    "an array of objects": (
-        lambda step: made(step, lambda x: x.numpy().astype(object)),
-        TypeError,
-        "an array of object",
-    ),
-    "a sparse tensor": (lambda step: made(step, torch.Tensor.to_sparse), TypeError, "torch.sparse_coo"),
-    "a tensor without memory": (lambda step: made(step, lambda x: x.to("meta")), TypeError, "on meta"),
-    "no partial": (lambda step: hf_offload.Plan(()), ValueError, "is empty"),
-    "integers": (lambda step: zeros(step, torch.int64), TypeError, "use float32"),
-    "complex": (lambda step: zeros(step, torch.complex64), TypeError, "use float32"),
-    "no digest": (lambda step: hf_offload.Plan(step.attend(step.choose("max", 4)[1])), ValueError, "name no digest"),
-}
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda step: None, TypeError, "plan gave a NoneType"),
+    (lambda step: step.attend(step.recent(2)), TypeError, "plan gave a tuple"),
+    (lambda step: hf_offload.Plan(parts_of(step)), TypeError, "a tuple of them"),
+    (lambda step: hf_offload.Plan(step.attend(step.recent(2))[0]), TypeError, "it takes partials"),
+    (lambda step: hf_offload.Plan((None,)), TypeError, "holds a NoneType"),  # type: ignore[arg-type]
+    (lambda step: hf_offload.Plan((step.recent(2),)), TypeError, "holds a Selection"),
+    (lambda step: attend(step, until="x"), TypeError, "until='x'"),
+    (lambda step: attend(step, until=-5), ValueError, "until=-5"),
+    (lambda step: zeros(step, of=lambda x: x[0]), ValueError, "has shapes"),
+    (lambda step: zeros(step, of=lambda x: None), TypeError, "tensors or arrays"),
+    (lambda step: zeros(step, of=lambda x: x.numpy().astype(object)), TypeError, "an array of object"),
+    (lambda step: zeros(step, of=torch.Tensor.to_sparse), TypeError, "torch.sparse_coo"),
+    (lambda step: zeros(step, of=lambda x: x.to("meta")), TypeError, "on meta"),
+    (lambda step: hf_offload.Plan(()), ValueError, "is empty"),
+    (lambda step: zeros(step, torch.int64), TypeError, "use float32"),
+    (lambda step: zeros(step, torch.complex64), TypeError, "use float32"),
+    (lambda step: hf_offload.Plan(step.attend(step.choose("max", 4)[1])), ValueError, "name no digest"),
+    *((numbered(numbers), ValueError, "sort them") for numbers in ([3, 1], [1, 1], [-1, 2], [0, 10**6], [[1]])),
+]
 
 
-@tiers
-@pytest.mark.parametrize("name", WRONG)
-def test_a_plan_that_cannot_be_is_refused(llama: PreTrainedModel, method: Any, tier: str, name: str) -> None:
-    make, error, told = WRONG[name]
-    cache = planning(llama, method, tier, make)
-    with pytest.raises(error, match=told):
-        feed(llama, cache, prompt(1, 101)[0], 100, 101)
-    assert cache.get_seq_length() == 100
+@pytest.mark.parametrize(("make", "error", "told"), WRONG)
+def test_a_plan_that_cannot_be_is_refused(
+    llama: PreTrainedModel, method: Any, make: Any, error: type[Exception], told: str
+) -> None:
+    for tier in KNOBS:
+        cache = filled(llama, varied(method, plan=make), tier)
+        with pytest.raises(error, match=told):
+            step(llama, cache)
+        assert cache.get_seq_length() == 100
 
 
 @tiers
 @pytest.mark.parametrize("kind", ["generator", "double", "strided"])
 def test_partials_of_other_forms_count_alike(llama: PreTrainedModel, method: Any, tier: str, kind: str) -> None:
-    def whole(step: Any) -> hf_offload.Plan:
-        return hf_offload.Plan(step.attend(step.all_blocks()))
-
     def formed(step: Any) -> hf_offload.Plan:
         parts = whole(step).partials
         step.begin()
@@ -273,30 +248,21 @@ def test_partials_of_other_forms_count_alike(llama: PreTrainedModel, method: Any
             out = out.repeat_interleave(2, -1)[..., ::2]
         return hf_offload.Plan((hf_offload.Partial(out, lse), *parts[1:]))
 
-    ids = prompt(1, 101)[0]
-    got, want = (feed(llama, planning(llama, method, tier, make), ids, 100, 101) for make in (formed, whole))
+    got, want = (step(llama, filled(llama, varied(method, plan=make), tier)) for make in (formed, whole))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
-    """Also beside an `out` that lies where the step merges."""
+    """Also beside an `out` that lies where the step merges, or that no launch has filled yet."""
+    lses: list[Any] = []
 
-    def given(step: Any, place: int, lses: list[Any]) -> hf_offload.Plan:
-        parts = [part for (part,) in parts_of(step)]
-        parts[place] = hf_offload.Partial(parts[place].out, lses[step.layer.index][place])
-        return hf_offload.Plan(parts)
+    def planned(make: Any) -> torch.Tensor:
+        return step(llama, filled(llama, varied(method, plan=make), "one"))
 
     def heavier(step: Any, more: float, *, copy: bool) -> hf_offload.Plan:
         (first,), (second,) = parts_of(step)
         step.begin()
         return hf_offload.Plan((hf_offload.Partial(first.out.copy() if copy else first.out, first.lse + more), second))
-
-    ids = prompt(1, 101)[0]
-    makes = [partial(heavier, more=more, copy=copy) for more, copy in ((5, False), (5, True), (0, False))]
-    one, other, plain = (feed(llama, planning(llama, method, "one", make), ids, 100, 101) for make in makes)
-    assert torch.equal(one, other)
-    assert not torch.allclose(one, plain, atol=1e-2)
-    lses: list[Any] = []
 
     def noted(step: Any) -> hf_offload.Plan:
         parts = parts_of(step)
@@ -304,10 +270,18 @@ def test_an_lse_of_ones_own_counts(llama: PreTrainedModel, method: Any) -> None:
         lses.append([part.lse.copy() for (part,) in parts])
         return hf_offload.Plan(tuple(part for (part,) in parts))
 
-    want = feed(llama, planning(llama, method, "one", noted), ids, 100, 101)
-    for place in (0, 1):  # known beforehand, beside an `out` that no launch has filled yet
-        cache = planning(llama, method, "one", partial(given, place=place, lses=lses))
-        torch.testing.assert_close(feed(llama, cache, ids, 100, 101), want, atol=1e-5, rtol=1e-5)
+    def given(step: Any, place: int) -> hf_offload.Plan:
+        parts = [part for (part,) in parts_of(step)]
+        parts[place] = hf_offload.Partial(parts[place].out, lses[step.layer.index][place])
+        return hf_offload.Plan(parts)
+
+    makes = [partial(heavier, more=more, copy=copy) for more, copy in ((5, False), (5, True), (0, False))]
+    one, other, plain = map(planned, makes)
+    assert torch.equal(one, other)
+    assert not torch.allclose(one, plain, atol=1e-2)
+    want = planned(noted)
+    for place in (0, 1):
+        torch.testing.assert_close(planned(partial(given, place=place)), want, atol=1e-5, rtol=1e-5)
 
 
 @tiers
@@ -320,10 +294,10 @@ def test_an_lse_that_is_nan_is_never_left_out(llama: PreTrainedModel, method: An
         nan, none = (
             hf_offload.Partial(torch.zeros(shape), torch.full(shape[:2], value)) for value in (torch.nan, -torch.inf)
         )
-        others_are = step.attend(step.all_blocks()) if others == "attended" else (none, none)
+        others_are = whole(step).partials if others == "attended" else (none, none)
         return hf_offload.Plan((*others_are, nan))
 
-    assert feed(llama, planning(llama, method, tier, plan), prompt(1, 101)[0], 100, 101).isnan().all()
+    assert step(llama, filled(llama, varied(method, plan=plan), tier)).isnan().all()
 
 
 @tiers
@@ -336,34 +310,22 @@ def test_no_padding_no_event(llama: PreTrainedModel, method: Any, tier: str, way
         def padding_changed(self, layer: Any, block: int) -> None:
             told.append((layer.index, block))
 
-    class Noted(method):  # type: ignore[misc]
-        def new_state(self, layer: Any) -> Any:
-            return Noting()
-
-        def plan(self, step: Any) -> hf_offload.Plan:
-            return hf_offload.Plan(step.attend(step.all_blocks()))
-
     ids, mask = prompt(1, 60)[0], torch.ones(1, 60, dtype=torch.long)
-    cache = HybridCache(llama, Noted(), **KNOBS[tier])
-    if way == "after reset":
-        feed(llama, cache, ids, 0, 50, 50)
-        cache.reset()
-    elif way == "after a crop to nothing":
-        feed(llama, cache, ids, 0, 50, 50)
-        cache.crop(-50)
-    elif way == "after a forward that failed":
+    cache = HybridCache(llama, varied(method, new_state=lambda layer: Noting(), plan=whole), **KNOBS[tier])
+    if way == "after a forward that failed":
         with pytest.raises(IndexError):
             feed(llama, cache, torch.full((1, 50), 10**6), 0, 50, 50)
         with llama.model.layers[2].mlp.register_forward_pre_hook(fail), pytest.raises(ArithmeticError):
             feed(llama, cache, ids, 0, 50, 50)
-    for stop in (50, 51, 52):
+    elif way != "first":
+        feed(llama, cache, ids, 0, 50, 50)
+        cache.reset() if way == "after reset" else cache.crop(-50)
+    for stop in (50, 51, 52, 53):
+        mask[:, :20] = stop < 53
+        assert told == []
         with torch.no_grad():
             model_ids = ids[:, cache.get_seq_length() : stop]
             llama(model_ids, attention_mask=mask[:, :stop], past_key_values=cache)
-    assert told == []
-    mask[:, :20] = 0
-    with torch.no_grad():
-        llama(ids[:, 52:53], attention_mask=mask[:, :53], past_key_values=cache)
     assert told == [(index, 0) for index in range(4)]
 
 
@@ -388,13 +350,12 @@ def fail(*_: Any) -> None:
 def test_requirements_that_cannot_be_are_refused(
     llama: PreTrainedModel, method: Any, given: Any, error: type[Exception], told: str
 ) -> None:
-    class Wrong(method):  # type: ignore[misc]
-        @property
-        def requirements(self) -> Any:
-            return None if given is None else hf_offload.Requirements(**given)
+    def make() -> HybridCache:
+        requirements = None if given is None else hf_offload.Requirements(**given)
+        return HybridCache(llama, type("Wrong", (method,), {"requirements": requirements})(), **KNOBS["one"])
 
     with pytest.raises(error, match=told):
-        HybridCache(llama, Wrong(), **KNOBS["one"])
+        make()
 
 
 # --- a digest, a host format -----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 import hf_offload
 from hf_offload import HybridCache, Policy, Window, register_policy
+from hf_offload.policies.registry import POLICIES
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = {
@@ -233,63 +234,41 @@ def test_a_policy_that_is_not_registered_cannot_be_saved(model: PreTrainedModel,
         HybridCache(model, "unknown_to_all")
 
 
-def test_what_cannot_be_registered(own: ModuleType) -> None:
-    @dataclass(frozen=True)
-    class Taken(Window):
-        name = "scout"
+def named(name: str, kind: type = Window) -> Any:
+    return dataclass(frozen=True)(type("Mine", (kind,), {"name": name}))
 
-    @dataclass(frozen=True)
-    class TakenAlias(Window):
-        name = "sparse_fetch"
 
-    @dataclass(frozen=True)
-    class Twice(Window):
-        name = "nearest_blocks"
+BELONGS = "name='{}' belongs to .*; choose another name"
 
-    @dataclass(frozen=True)
-    class Shouted(Window):
-        name = "Nearest Blocks"
 
-    class Thawed(Window):
-        name = "thawed"
-
-    @dataclass(frozen=True)
-    class Other:
-        name = "other"
-
-    for cls, said in ((Taken, "scout"), (TakenAlias, "sparse_fetch"), (Twice, "nearest_blocks")):
-        with pytest.raises(ValueError, match=f"name='{said}' belongs to .*; choose another name"):
-            register_policy(cls)
-    with pytest.raises(ValueError, match="is no lower-case identifier"):
-        register_policy(Shouted)
-    with pytest.raises(TypeError, match=r"is not a frozen dataclass; decorate it with @dataclass\(frozen=True\)"):
-        register_policy(Thawed)
-    for thing in (Other, "name", Window()):
-        with pytest.raises(TypeError, match=r"is no class that derives from hf_offload\.Policy"):
-            register_policy(thing)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("thing", "error", "said"),
+    [
+        *((named(name), ValueError, BELONGS.format(name)) for name in ("scout", "sparse_fetch", "nearest_blocks")),
+        (named("Nearest Blocks"), ValueError, "is no lower-case identifier"),
+        (
+            type("Thawed", (Window,), {"name": "thawed"}), TypeError,
+            r"is not a frozen dataclass; decorate it with @dataclass\(frozen=True\)",
+        ),
+        *(
+            (thing, TypeError, r"is no class that derives from hf_offload\.Policy")
+            for thing in (named("other", object), "name", Window())
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_registered(own: ModuleType, thing: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        register_policy(thing)
     assert register_policy(own.Nearest) is own.Nearest  # again is no mistake
 
 
-def test_sparse_fetch_is_quest(model: PreTrainedModel) -> None:
+def test_sparse_fetch_is_quest(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and in files of earlier versions."""
     made = HybridCache(model, "sparse_fetch", budget=64)
     assert made.policy == hf_offload.Quest(budget=64) == HybridCache(model, "quest", budget=64).policy
-
-
-def test_a_cache_saved_as_sparse_fetch_is_one_of_quest(
-    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     with monkeypatch.context() as earlier:
         earlier.setattr(hf_offload.Quest, "name", "sparse_fetch")
-        from hf_offload.policies.registry import POLICIES
-
         earlier.setitem(POLICIES, "sparse_fetch", hf_offload.Quest)
         saved_as(model, hf_offload.Quest(budget=64), tmp_path / "saved")
-    assert '"sparse_fetch"' in everything(tmp_path / "saved")
+    assert b'"sparse_fetch' in (tmp_path / "saved" / "cache.safetensors").read_bytes().replace(b"\\", b"")
     assert HybridCache.load(tmp_path / "saved", model).policy == hf_offload.Quest(budget=64)
-
-
-def everything(folder: Path) -> str:
-    """The bytes of all files of a folder as text."""
-    return "".join(file.read_bytes().decode("latin-1") for file in folder.rglob("*") if file.is_file()).replace(
-        '\\"', '"'
-    )

@@ -2,264 +2,205 @@
 
 from __future__ import annotations
 
-import functools
 import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import tqdm.auto
-from tiny import DEVICE, prompt, tiny_model
+from tiny import prompt, tiny_model
+from transformers import PreTrainedModel
 
 import hf_offload
+from hf_offload import HybridCache
 from hf_offload.cpu.kernels import prefill
 
 LAYERS, TOKENS = 4, 300
-
-
-class Bars(list):
-    """The bars that were made, each with the positions it went through and the arguments it was made with."""
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        kind = tqdm.auto.tqdm
-        init, update = kind.__init__, kind.update
-
-        @functools.wraps(init)
-        def make(bar: Any, *args: Any, **kwargs: Any) -> None:
-            bar.asked, bar.positions = dict(kwargs), []
-            bar.stderr = io.StringIO()
-            # Without a delay it shows at once, and at every step.
-            init(bar, *args, **kwargs | {"file": bar.stderr, "delay": 0, "mininterval": 0, "ncols": 100})
-            self.append(bar)
-
-        @functools.wraps(update)
-        def move(bar: Any, n: float = 1) -> Any:
-            moved = update(bar, n)
-            bar.positions.append(bar.n)
-            return moved
-
-        monkeypatch.setattr(kind, "__init__", make)
-        monkeypatch.setattr(kind, "update", move)
+WHOLE = LAYERS * TOKENS
+GREEDY: dict[str, Any] = {"do_sample": False}
 
 
 @pytest.fixture
-def bars(monkeypatch):
-    made = Bars()
-    made.install(monkeypatch)
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The bars that were made, each with the positions it went through and the delay it was made with."""
+    kind, made = tqdm.auto.tqdm, list[Any]()
+    init, update = kind.__init__, kind.update
+
+    def make(bar: Any, *args: Any, **kwargs: Any) -> None:
+        bar.asked, bar.positions, bar.told = kwargs["delay"], [], io.StringIO()
+        # Without a delay it shows at once, and at every step.
+        init(bar, *args, **kwargs | {"file": bar.told, "delay": 0, "mininterval": 0, "ncols": 100})
+        made.append(bar)
+
+    def move(bar: Any, n: float = 1) -> Any:
+        moved = update(bar, n)
+        bar.positions.append(bar.n)
+        return moved
+
+    monkeypatch.setattr(kind, "__init__", make)
+    monkeypatch.setattr(kind, "update", move)
     return made
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> PreTrainedModel:
     return tiny_model("llama")
 
 
 @torch.no_grad()
-def run(model, cache, length=TOKENS, **kwargs):
-    return model(prompt(1, length)[0], past_key_values=cache, **kwargs)
+def run(model: PreTrainedModel, cache: HybridCache, length: int = TOKENS) -> torch.Tensor:
+    logits: torch.Tensor = model(prompt(1, length)[0], past_key_values=cache).logits
+    return logits
 
 
-def closed(bar) -> bool:
+def shown(model: PreTrainedModel, **knobs: Any) -> HybridCache:
+    return HybridCache(model, progress=True, **knobs)
+
+
+def closed(bar: Any) -> bool:
     return bar not in type(bar)._instances
 
 
-def test_a_prompt_shows_its_layers_and_is_gone_at_its_end(bars, model):
-    run(model, hf_offload.HybridCache(model, progress=True))
+def test_a_prompt_shows_its_layers_and_is_gone_at_its_end(model: PreTrainedModel, bars: list[Any]) -> None:
+    run(model, shown(model))
     (bar,) = bars
-    assert bar.total == LAYERS * TOKENS
     assert [TOKENS * n for n in range(1, LAYERS + 1)] == sorted(set(bar.positions))
-    assert closed(bar)
-    shown = bar.stderr.getvalue()
-    assert f"prompt of {TOKENS} tokens" in shown
-    assert f"layer {LAYERS} of {LAYERS}" in shown
-    assert shown.endswith("\r")  # the line is free again
+    assert bar.asked == 5  # seconds until it shows
+    text = bar.told.getvalue()
+    assert f"prompt of {TOKENS} tokens" in text
+    assert f"layer {LAYERS} of {LAYERS}" in text
+    assert text.endswith("\r")  # the line is free again
 
 
-def test_it_waits_for_five_seconds(bars, model):
-    run(model, hf_offload.HybridCache(model, progress=True))
-    assert bars[0].asked["delay"] == 5
+def off(model: PreTrainedModel, folder: Path) -> None:
+    run(model, HybridCache(model))
 
 
-@pytest.fixture
-def short_pieces(monkeypatch):
-    """Launches of at most 288 queries, as of a long context."""
-    monkeypatch.setattr(prefill, "_LAUNCH_OPERATIONS", 1)
-    monkeypatch.setattr(prefill, "LEAST", 288)
+def decode_steps(model: PreTrainedModel, folder: Path) -> None:
+    cache = shown(model, budget=256, block_size=16)
+    for length in (TOKENS, 1, 1):
+        run(model, cache, length)
 
 
-def test_a_long_layer_shows_its_pieces(bars, model, short_pieces):
-    cache = hf_offload.HybridCache(model, progress=True)
-    run(model, cache)
-    run(model, cache)
-    later = bars[1]
-    assert "tokens 301 to 600" in later.stderr.getvalue()
-    assert later.positions[:2] == [288, TOKENS]
-    assert later.positions[-1] == later.total == LAYERS * TOKENS
-
-
-def test_decode_steps_show_nothing(bars, model):
-    cache = hf_offload.HybridCache(model, progress=True, budget=256, block_size=16)
-    run(model, cache)
-    for _ in range(3):
-        run(model, cache, 1)
-    assert len(bars) == 1
-
-
-def test_it_is_off_by_default(bars, model):
-    run(model, hf_offload.HybridCache(model))
-    assert bars == []
-
-
-def test_drafts_are_decode_steps(bars, model):
+def drafts(model: PreTrainedModel, folder: Path) -> None:
     ids = prompt(1, 40)[0].repeat(1, 6)  # text that repeats itself is drafted from the prompt
-    cache = hf_offload.HybridCache(model, progress=True, budget=256, block_size=16)
-    model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
-    assert len(bars) == 1
+    cache = shown(model, budget=256, block_size=16)
+    model.generate(ids, past_key_values=cache, max_new_tokens=12, prompt_lookup_num_tokens=3, **GREEDY)
 
 
-def test_each_chunk_has_a_bar_and_the_first_one_starts_the_clock(bars, model):
-    ids = prompt(1, TOKENS)[0]
-    cache = hf_offload.HybridCache(model, progress=True)
-    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "prefill_chunk_size": 100}
-    model.generate(ids, past_key_values=cache, **options)
-    assert [bar.total for bar in bars] == [LAYERS * 100] * 3
-    delays = [bar.asked["delay"] for bar in bars]
-    assert delays[0] == 5
-    assert delays == sorted(delays, reverse=True)
-    assert len(set(delays)) == 3
-    bars.clear()
-    run(model, cache)  # another turn, after decode steps
-    assert bars[0].asked["delay"] == 5
+def chunks(model: PreTrainedModel, folder: Path) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 2, "prefill_chunk_size": 100, **GREEDY}
+    model.generate(prompt(1, TOKENS)[0], past_key_values=shown(model), **options)
 
 
-def test_a_forward_that_raises_closes_its_bar(bars, model):
-    cache = hf_offload.HybridCache(model, progress=True)
+def sliding(model: PreTrainedModel, folder: Path) -> None:
+    mixed = tiny_model("gemma3")  # two of its four layers are sliding windows
+    run(mixed, shown(mixed))
 
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("half way")
 
-    handle = model.model.layers[2].register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(ArithmeticError):
-            run(model, cache)
-    finally:
-        handle.remove()
-    assert closed(bars[0])
-    assert bars[0].n == 2 * TOKENS
+def two_memories(model: PreTrainedModel, folder: Path) -> None:
+    run(model, shown(model, tier="split", budget=256, block_size=16))
+
+
+def enabled_model(model: PreTrainedModel, folder: Path) -> None:
+    enabled = tiny_model("llama", "sdpa")
+    hf_offload.enable(enabled, progress=True)
+    enabled.generate(prompt(1, TOKENS)[0], max_new_tokens=2, **GREEDY)
+
+
+def fork(model: PreTrainedModel, folder: Path) -> None:
+    cache = shown(model)
     run(model, cache)
-    assert bars[1].n == LAYERS * TOKENS
+    run(model, cache.fork())
 
 
-def test_an_interrupted_forward_leaves_no_bar(bars, model):
-    cache = hf_offload.HybridCache(model, progress=True)
+def loaded(model: PreTrainedModel, folder: Path) -> None:
+    run(model, cache := HybridCache(model))
+    cache.save(folder)
+    run(model, HybridCache.load(folder, model))
+    run(model, HybridCache.load(folder, model, progress=True))
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
 
-    handle = model.model.layers[2].register_forward_pre_hook(interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(model, cache)
-    finally:
-        handle.remove()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        run(model, cache)
-    assert closed(bars[0])
-    run(model, cache)
+@pytest.mark.parametrize(
+    ("act", "totals"),
+    [
+        (off, []), (decode_steps, [WHOLE]), (drafts, [LAYERS * 240]), (chunks, [LAYERS * 100] * 3),
+        (sliding, [WHOLE // 2]), (two_memories, [WHOLE]), (enabled_model, [WHOLE]), (fork, [WHOLE] * 2),
+        (loaded, [WHOLE]),
+    ],
+)  # fmt: skip
+def test_every_prompt_has_a_bar_that_reaches_its_end(
+    model: PreTrainedModel, bars: list[Any], tmp_path: Path, act: Callable[[Any, Path], None], totals: list[int]
+) -> None:
+    act(model, tmp_path / "saved")
+    assert [bar.total for bar in bars] == totals
+    assert [bar.positions[-1] for bar in bars] == totals
     assert all(map(closed, bars))
 
 
-def test_layers_of_other_kinds_do_not_count(bars):
-    mixed = tiny_model("gemma3")  # two of its four layers are sliding windows
-    run(mixed, hf_offload.HybridCache(mixed, progress=True))
-    assert bars[0].positions[-1] == bars[0].total == 2 * TOKENS
-
-
-def test_padded_rows_reach_the_end(bars, model, short_pieces):
+def test_a_long_layer_shows_its_pieces(
+    model: PreTrainedModel, bars: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches of at most 288 queries, as of a long context; rows may be padded."""
+    monkeypatch.setattr(prefill, "_LAUNCH_OPERATIONS", 1)
+    monkeypatch.setattr(prefill, "LEAST", 288)
+    cache = shown(model)
+    run(model, cache)
+    run(model, cache)
+    assert "tokens 301 to 600" in bars[1].told.getvalue()
     ids, mask = prompt(2, TOKENS)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=hf_offload.HybridCache(model, progress=True))
-    assert bars[0].positions[-1] == bars[0].total == LAYERS * TOKENS
-    assert bars[0].positions[:2] == [288, TOKENS]
+        model(ids, attention_mask=mask, past_key_values=shown(model))
+    for bar in bars[1:]:
+        assert bar.positions[:2] == [288, TOKENS]
+        assert bar.positions[-1] == bar.total == WHOLE
 
 
-def test_two_memories_show_it_too(bars, model):
-    run(model, hf_offload.HybridCache(model, progress=True, tier="split", budget=256, block_size=16))
-    assert bars[0].positions[-1] == bars[0].total
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_forward_that_ends_early_closes_its_bar(
+    model: PreTrainedModel, bars: list[Any], error: type[BaseException]
+) -> None:
+    cache = shown(model)
 
+    def fail(*_: Any) -> None:
+        raise error
 
-def test_enabled_models_and_forks_show_it(bars, model):
-    ids = prompt(1, TOKENS)[0]
-    enabled = tiny_model("llama", "sdpa")
-    hf_offload.enable(enabled, progress=True)
-    enabled.generate(ids, max_new_tokens=2, do_sample=False)
-    assert len(bars) == 1
-    cache = hf_offload.HybridCache(model, progress=True)
+    with model.model.layers[2].register_forward_pre_hook(fail), pytest.raises(error):
+        run(model, cache)
+    assert bars[0].n == 2 * TOKENS
+    cache.crop(0)
+    assert closed(bars[0])
     run(model, cache)
-    run(model, cache.fork())
-    assert len(bars) == 3
+    assert bars[1].n == WHOLE
+    assert closed(bars[1])
 
 
-def test_a_loaded_cache_shows_it_when_it_is_told_to(bars, model, tmp_path):
-    cache = hf_offload.HybridCache(model, progress=True)
-    run(model, cache)
-    cache.save(tmp_path / "saved")
-    run(model, hf_offload.HybridCache.load(tmp_path / "saved", model))
-    assert len(bars) == 1
-    run(model, hf_offload.HybridCache.load(tmp_path / "saved", model, progress=True))
-    assert len(bars) == 2
-
-
-@pytest.mark.parametrize("value", ["False", 1, None])
-def test_only_true_and_false_are_taken(model, value):
-    with pytest.raises(ValueError, match=r"progress=.* True or False"):
-        hf_offload.HybridCache(model, progress=value)
-
-
-def test_tokens_do_not_depend_on_it(model):
-    ids = prompt(1, TOKENS)[0].to(DEVICE)
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    made = [
-        model.generate(ids, past_key_values=hf_offload.HybridCache(model, progress=shown), **options)
-        for shown in (False, True)
-    ]
-    assert torch.equal(*made)
-
-
-class Gone(io.StringIO):
-    """A pipe whose reader has gone."""
-
-    def write(self, text: str) -> int:
+def test_a_bar_that_cannot_be_written_is_no_error_of_the_prompt(
+    model: PreTrainedModel, bars: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
-
-def test_a_bar_that_cannot_be_written_is_no_error_of_the_prompt(model, monkeypatch):
-    kind, gone = tqdm.auto.tqdm, Gone()
-    init = kind.__init__
-    made = []
-
-    def make(bar, *args, **kwargs):
-        made.append(bar)
-        init(bar, *args, **kwargs | {"file": gone, "delay": 0, "mininterval": 0})
-
-    monkeypatch.setattr(kind, "__init__", make)
-    want = run(model, hf_offload.HybridCache(model, "full")).logits
-    cache = hf_offload.HybridCache(model, "full", progress=True)
+    want = run(model, HybridCache(model, "full"))
+    monkeypatch.setattr(io, "StringIO", type("Gone", (io.StringIO,), {"write": gone}))
+    cache = shown(model, policy="full")
     for _ in range(2):
-        assert torch.equal(run(model, cache).logits, want)
+        assert torch.equal(run(model, cache), want)
         assert cache.get_seq_length() == TOKENS
         cache.reset()
-    assert len(made) == 1
 
 
-def test_another_prompt_has_its_own_five_seconds(model, bars, monkeypatch):
+def test_chunks_share_five_seconds_and_another_prompt_has_its_own(
+    model: PreTrainedModel, bars: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(hf_offload.cache.progress.time, "perf_counter", lambda: now[0])
-    cache = hf_offload.HybridCache(model, "full", progress=True)
-    hook = model.model.layers[1].register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 3.0))
-    run(model, cache)
-    run(model, cache, 20)  # a chunk
-    cache.reset()
-    run(model, cache)
-    hook.remove()
-    assert [bar.asked["delay"] for bar in bars] == [5.0, 2.0, 5.0]
+    cache = shown(model, policy="full")
+    with model.model.layers[1].register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 3.0)):
+        for length in (TOKENS, 20, 1, TOKENS):  # a chunk, a decode step, another turn
+            run(model, cache, length)
+        cache.reset()
+        run(model, cache)
+    assert [bar.asked for bar in bars] == [5.0, 2.0, 5.0, 5.0]

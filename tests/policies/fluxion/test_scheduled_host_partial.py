@@ -1,4 +1,4 @@
-"""Fluxion's tasks shared by CPU threads and device: the same result for any division, and faults of either."""
+"""Fluxion's tasks shared by CPU threads and device: the same result for any division."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from breaking import UNDONE, broken_launch, interrupted_at
 from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
-from hf_offload import ConstantPredictor, Fluxion, WorkerError
+from hf_offload import ConstantPredictor, Fluxion
 from hf_offload.blocks.resident_set import ResidentSet
-from hf_offload.policies.fluxion import scheduler, selector
+from hf_offload.policies.fluxion import scheduler
 
 SINKS, LOCAL = 16, 32
 SHARED = ("priority", "uniform", "length")
@@ -129,58 +128,6 @@ def test_a_query_that_arrives_late_is_the_one_that_chooses(
     want = decode(llama, make_cache(llama, digest=digest, schedule="uniform"))
     monkeypatch.setattr(scheduler.ScheduledHostPartial, "_arrived", lambda partial: Late(partial))
     torch.testing.assert_close(decode(llama, make_cache(llama, digest=digest, schedule="uniform")), want)
-
-
-def broken(*args: Any) -> Any:
-    raise RuntimeError("the kernel died")
-
-
-@pytest.mark.parametrize("side", ["cpu", "device"])
-def test_a_fault_of_either_side_surfaces_and_the_step_can_be_repeated(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
-    ids = prompt(1, 220)[0]
-    cache, whole = (make_cache(llama, 1.0, schedule="uniform") for _ in range(2))
-    with torch.no_grad():
-        for one in (cache, whole):
-            llama(ids[:, :200], past_key_values=one)
-            for t in (200, 201):
-                llama(ids[:, t : t + 1], past_key_values=one)
-        with monkeypatch.context() as patch:
-            if side == "device":
-                patch.setattr(scheduler, "choose_runs", lambda *args, **kwargs: broken())
-            else:
-                patch.setattr(scheduler, "whole_tasks", broken_launch)
-            with pytest.raises(WorkerError if side == "cpu" else RuntimeError, match=f"the kernel died|{UNDONE}"):
-                llama(ids[:, 202:203], past_key_values=cache)
-        assert cache.get_seq_length() == 202
-        for t in range(202, 206):
-            got, want = (llama(ids[:, t : t + 1], past_key_values=one).logits for one in (cache, whole))
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["priority", "length"])
-def test_interrupted_anywhere_the_cache_goes_on(llama: PreTrainedModel, name: str) -> None:
-    ids = prompt(1, 260)[0]
-    cache, whole = (make_cache(llama, 1.0, schedule=name) for _ in range(2))
-    with torch.no_grad():
-        for one in (cache, whole):
-            llama(ids[:, :200], past_key_values=one)
-            llama(ids[:, 200:201], past_key_values=one)
-        hit = 0
-        for number, point in enumerate(range(1, 200, 17)):
-            token = ids[:, 201 + number : 202 + number]
-            want = llama(token, past_key_values=whole).logits
-            try:
-                with interrupted_at(point, scheduler.__file__, selector.__file__):
-                    got = llama(token, past_key_values=cache).logits
-            except KeyboardInterrupt:
-                hit += 1
-                with pytest.raises(RuntimeError, match="interrupted"):
-                    llama(token, past_key_values=cache)
-                got = llama(token, past_key_values=cache).logits
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-        assert hit > 3
 
 
 def test_knobs_for_comparison(llama: PreTrainedModel) -> None:

@@ -175,24 +175,38 @@ def test_files_hold_chunks_of_a_prompt(model: PreTrainedModel, tmp_path: Path) -
     assert same(talk.known(), other.known())
 
 
+def fails(talk: Talk, layer: int, error: type[BaseException], *given: Any) -> None:
+    """A forward that ends early."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = talk.model.model.layers[layer].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        talk.say(*given)
+    hook.remove()
+
+
 @pytest.mark.parametrize("append", ["max", "mean"])
 def test_a_chunk_that_fails_and_comes_again_counts_once(model: PreTrainedModel, append: str) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("no luck")
-
     talk, other = (Talk(model, "one", append=append, append_queries=20).begin() for _ in range(2))
-    ids = prompt(2, 40, 5)[0]
-    for part in ids.split(14, 1):
-        hook = model.model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(ArithmeticError):
-            talk.say(part)
-        hook.remove()
+    for part in prompt(2, 40, 5)[0].split(14, 1):
+        fails(talk, 2, ArithmeticError, part)
         talk.say(part)
         other.say(part)
     for mine, theirs in zip(talk.known(), other.known(), strict=True):
         assert mine[0] == theirs[0]
         for got, want in zip(mine[1:], theirs[1:], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_that_fails_does_not_keep_an_append_from_being_taken_back(model: PreTrainedModel) -> None:
+    talk, other = Talk(model, "one").begin(), Talk(model, "one").begin()
+    talk.append(5)
+    fails(talk, 0, ArithmeticError, prompt(2, 1)[0])
+    talk.cache.crop(-40)
+    assert torch.equal(talk.steps(8), other.steps(8))
+    assert same(talk.known(), other.known())
 
 
 @pytest.mark.parametrize("way", ["fork", "rows", "file"])
@@ -214,17 +228,10 @@ def test_behind_forks_rows_and_files_a_crop_across_an_append_keeps_every_token(
 
 def test_an_interruption_does_not_size_the_window_anew(model: PreTrainedModel) -> None:
     """A share of the tokens is taken at an append, and is constant until the next one."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     talk = Talk(model, "one", **SHARE).begin()
     talk.steps(5, 80)
     window = [layer.state.window_blocks for layer in hybrid_layers(talk.cache)]
-    handle = model.model.layers[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        talk.steps(6, 1)
-    handle.remove()
+    fails(talk, 2, KeyboardInterrupt, prompt(2, 1)[0])
     talk.cache.crop(0)
     talk.steps(6, 1)
     assert [layer.state.window_blocks for layer in hybrid_layers(talk.cache)] == window
