@@ -20,7 +20,6 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "scout, all resident": ("scout", SCOUT),
     "scout, all resident, chosen from": ("scout", {**SCOUT, "dense": False}),
     "scout": ("scout", {**SCOUT, "resident": 144}),
-    "scout, 3 rows": ("scout", {**SCOUT, "resident": 144}),
     "scout, selected": ("scout", {**SCOUT, "resident": 144, "attend_resident": "selected"}),
 }
 
@@ -37,7 +36,7 @@ def name_of(call: Any) -> str:
     return "copy"
 
 
-def nodes_of(layers: int, policy: str, knobs: dict[str, Any], batch: int = 1) -> collections.Counter[str]:
+def nodes_of(layers: int, policy: str, knobs: dict[str, Any]) -> collections.Counter[str]:
     """The calls of a captured step by name."""
     import torch
     from tiny import prompt
@@ -54,7 +53,7 @@ def nodes_of(layers: int, policy: str, knobs: dict[str, Any], batch: int = 1) ->
     ).eval()
     model.cuda()
     cache = HybridCache(model, policy, block_size=16, **knobs)
-    ids = prompt(1, TOKENS + 4)[0].cuda().expand(batch, -1)
+    ids = prompt(1, TOKENS + 4)[0].cuda()
     with torch.no_grad():
         model(ids[:, :TOKENS], past_key_values=cache)
         for i in range(TOKENS, TOKENS + 4):
@@ -75,8 +74,7 @@ def main(arguments: list[str]) -> None:
     kept = arguments[:1] == ["--out"]
     rows: list[dict[str, Any]] = []
     for row in arguments[2 if kept else 0 :] or ROWS:
-        batch = 3 if row.endswith("3 rows") else 1
-        two, four = (nodes_of(layers, *ROWS[row], batch) for layers in (2, 4))
+        two, four = (nodes_of(layers, *ROWS[row]) for layers in (2, 4))
         each = {kernel: (count - two[kernel]) / 2 for kernel, count in four.items() if count != two[kernel]}
         ordered = sorted(each.items(), key=lambda one: (-one[1], one[0]))
         rows += [

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-MOST = {
-    "full": 57,
-    "scout, all resident": 57,
-    "scout, all resident, chosen from": 69,
-    "scout": 108,
-    "scout, 3 rows": 108,
-}
+MOST = {"full": 57, "scout, all resident": 57, "scout, all resident, chosen from": 69, "scout": 108}
 
 
 @pytest.mark.slow
