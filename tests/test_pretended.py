@@ -18,7 +18,7 @@ STEPS = "not copy_records and not LaunchSequence-run"  # what they break only mo
 COPIES = "not copies_of_a_model"  # their storages are looked at
 UNMARKED = ["-m", "not gpu and not slow"]
 QUICK = {
-    "the device itself": (["tests/gpu/test_lagging.py"], 16),
+    "the device itself": (["tests/gpu/test_lagging.py"], 9),
     "memory that cannot be pinned": (["tests/gpu/test_lagging.py", "-m", "slow"], 15),
     "policies": ([EXACT, "-k", "covering and gemma3 and split and (select or all or hgca)"], 2),
     "graphs": ([f"{REPLAYS}::test_replays_give_the_logits_of_eager_steps[cuda-scout-attend-llama-1]"], 1),

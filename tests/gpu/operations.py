@@ -200,8 +200,8 @@ def submean_masses(
     return torch.where(bias > -math.inf, score, -math.inf).logsumexp(-1).flatten(1, 2)
 
 
-def score_submeans(sizes: tuple[int, int, int, int, int], softcap: float | None) -> Case:
-    pairs, dim, group, blocks, sealed = sizes
+def score_submeans(shape: tuple[int, int, int, int, int], softcap: float | None) -> Case:
+    pairs, dim, group, blocks, sealed = shape
     torch.manual_seed(pairs + dim)
     physical, scale = 2 * blocks, dim**-0.5
     codes = torch.randint(-7, 8, (physical, 2, pairs, dim), dtype=torch.int8)
@@ -237,7 +237,7 @@ def join_heads(sizes: tuple[int, int, int], join: str, has_tail: bool) -> Case:
     masses, tail = torch.randn(2, 3 * group, blocks) * 8, torch.randn(2, 3 * group)
     masses[:, :, ::3] = -math.inf  # blocks without tokens
     masses[0, :group, sealed // 2 :] += 80  # exponentials that overflow without the peak
-    masses[0, 2 * group, 1::3] = -math.inf  # which one head of a group does not take from the others
+    masses[1, 2 * group, 1::3] = -math.inf  # which one head of a group does not take from the others
     tail[0, group] = 60  # a head whose blocks vanish beside its tail
     tail[1, 0] = -math.inf
     masses[1, group : 2 * group], tail[1, group : 2 * group] = -math.inf, -math.inf  # a group without tokens
