@@ -90,16 +90,6 @@ def test_by_default_all_is_resident_and_captured(policy: str, rows: int) -> None
     assert cache.graph._capture is not None
 
 
-def test_generate_replays_turn_after_turn() -> None:
-    model, ids, found = model_of("llama").cuda(), prompt(1, 200)[0].cuda(), []
-    for graph in (False, True):
-        cache = HybridCache(model, "scout", cuda_graph=graph, **MEMORY, **AHEAD)
-        first = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
-        more = torch.cat([first, ids[:, :30]], 1)
-        found.append(model.generate(more, past_key_values=cache, max_new_tokens=40, do_sample=False))
-    assert torch.equal(*found)
-
-
 def test_threads_may_capture_at_once() -> None:
     model = model_of("llama").cuda()
 
