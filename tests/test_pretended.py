@@ -13,7 +13,7 @@ import pretended
 import pytest
 import torch
 
-EXACT, GRAPHS = "tests/test_exactness.py", "tests/gpu/test_graph_cuda.py"
+EXACT, REPLAYS = "tests/test_exactness.py", "tests/graph/test_replays.py"
 STEPS = "not copy_records and not LaunchSequence-run"  # what they break only models on the CPU call
 COPIES = "not copies_of_a_model"  # their storages are looked at
 UNMARKED = ["-m", "not gpu and not slow"]
@@ -21,17 +21,14 @@ QUICK = {
     "the device itself": (["tests/gpu/test_lagging.py"], 9),
     "memory that cannot be pinned": (["tests/gpu/test_lagging.py", "-m", "slow"], 15),
     "policies": ([EXACT, "-k", "covering and gemma3 and split and (select or all or hgca)"], 2),
-    "graphs": ([f"{GRAPHS}::test_graphs_give_the_logits_of_eager_steps[scout-attend-llama-1]"], 1),
+    "graphs": ([f"{REPLAYS}::test_replays_give_the_logits_of_eager_steps[cuda-scout-attend-llama-1]"], 1),
 }
 LONG = {
     "policies": ([EXACT, *UNMARKED, "-k", "split"], 24),
-    "graphs": ([GRAPHS, "-k", "llama"], 16),
+    "graphs": ([REPLAYS, "-m", "gpu", "-k", "llama"], 12),
     "faults": (["tests/test_faults.py", *UNMARKED, "-k", STEPS], 12),
     "odd cases": (["tests/test_int8.py", "tests/test_odd_cases.py", *UNMARKED, "-k", COPIES], 20),
-    "memory": (
-        ["tests/cache", "tests/attention", "tests/gpu/test_flags.py", "tests/gpu/test_handover.py", "-m", "gpu"],
-        160,
-    ),
+    "memory": (["tests/blocks", "tests/attention", "tests/gpu/test_handover.py", "-m", "gpu"], 70),
 }
 
 pytestmark = [
@@ -40,11 +37,10 @@ pytestmark = [
 ]
 
 
-def passes(when: str, arguments: list[str], least: int, **more: str) -> None:
+def passes(when: str, arguments: list[str], least: int) -> None:
     """Run tests in a process with a device that lags behind like this; so many at least have to pass, and all do."""
     pytest.importorskip("triton")
     environment = os.environ | {pretended.VARIABLE: when, "HF_OFFLOAD_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
-    environment |= more
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     root = Path(__file__).parents[1]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
@@ -57,11 +53,6 @@ def passes(when: str, arguments: list[str], least: int, **more: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_gpu_that_lags_behind(name: str) -> None:
     passes("late", *QUICK[name])
-
-
-@pytest.mark.slow
-def test_a_captured_step_launches_few_kernels() -> None:
-    passes("eager", ["tests/gpu/test_launches.py"], 2, **{pretended.KERNELS: "all"})
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from breaking import UNDONE, broken_launch
+from pairwise import covering
 from test_families import build
 from tiny import prompt, tiny_model
 from transformers import DynamicCache
@@ -18,6 +19,8 @@ from hf_offload.attention.decode import FEW_QUERIES, LONG
 from hf_offload.blocks import memory
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.cpu.launch import Launch
+
+TILES: dict[str, Any] = {"block_size": 16, "prefill_tile": 48, "tier": "split", "resident": 96}
 
 
 def turns(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:
@@ -31,15 +34,16 @@ def turns(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: l
     return torch.cat(found[1:], 1)
 
 
-@pytest.mark.parametrize("memory", [{"tier": "one"}, {"tier": "split", "resident": 96}], ids=str)
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "gpt_oss"])
-def test_appends_of_any_length_are_exact(family: str, rows: int, memory: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "rows", "tier"), covering(["llama", "gemma3", "gemma2", "gpt_oss"], [1, 3], ["one", "split"])
+)
+def test_appends_of_any_length_are_exact(family: str, rows: int, tier: str) -> None:
     make = build if family in ("gemma2", "gpt_oss") else tiny_model
     ids, mask = prompt(rows, 170)
     cuts = [90, 92, 93, 93 + FEW_QUERIES, 94 + 2 * FEW_QUERIES, 130]
     eager, ours = make(family, "eager"), make(family, "hybrid_sparse")
     want = turns(eager, DynamicCache(config=eager.config), ids, mask, [90])
+    memory: dict[str, Any] = {"tier": tier, **({"resident": 96} if tier == "split" else {})}
     cache = HybridCache(ours, "scout", budget=512, sinks=16, recent=0, block_size=16, **memory)
     got = turns(ours, cache, ids, mask, cuts)
     assert (got - want).abs().max() < 1e-5 * max(1.0, float(want.abs().max()))
@@ -51,8 +55,7 @@ def test_slow_threads_change_no_logit(host_dtype: str | None) -> None:
     ids, mask = prompt(3, 400)
     found = []
     for delay in (0.0, 0.003):
-        knobs: dict[str, Any] = {"block_size": 16, "prefill_tile": 48, "tier": "split", "resident": 96}
-        cache = HybridCache(model, "full", host_dtype=host_dtype, **knobs)
+        cache = HybridCache(model, "full", host_dtype=host_dtype, **TILES)
         cache.settings.worker.delay = delay
         found.append(turns(model, cache, ids, mask, [150, 270, 271, 272, 330]))
     assert torch.equal(*found)
@@ -74,14 +77,7 @@ def test_long_appends_trim_the_heap(monkeypatch: pytest.MonkeyPatch, family: str
 def test_a_gather_that_fails_in_a_thread_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     ids, _ = prompt(1, 300)
-    knobs: dict[str, Any] = {
-        "block_size": 16,
-        "prefill_tile": 48,
-        "tier": "split",
-        "resident": 96,
-        "host_dtype": "int8",
-    }
-    cache, sound = (HybridCache(model, "full", **knobs) for _ in range(2))  # packed: in tiles
+    cache, sound = (HybridCache(model, "full", host_dtype="int8", **TILES) for _ in range(2))  # packed: in tiles
     real, calls = BlockStore.gathering, [0]
 
     def later(*args: Any) -> Launch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,14 @@ ALLOWED = {
 }
 SCOUT: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16, "synchronous_layers": (0,)}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("full", {}),
     "full-fetch": ("full", {"host": "fetch"}),
-    "window": ("window", {"budget": 96, "sinks": 16}),
-    "scout-off": ("scout", {**SCOUT, "lookahead": "off"}),
-    "scout-select": ("scout", {**SCOUT, "lookahead": "select", "recall": 3}),
     "scout-attend": ("scout", {**SCOUT, "lookahead": "attend"}),
-    "scout-quest-all": (
-        "scout",
-        {**SCOUT, "lookahead": "attend", "digest": "quest", "join": "raw", "attend_resident": "all"},
-    ),
+    "scout-select": ("scout", {**SCOUT, "lookahead": "select", "recall": 3}),
     "quest": ("quest", {"budget": 96, "sinks": 16}),
-    "fixed-hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
+    "full": ("full", {}),
+    "window": ("window", {"budget": 96, "sinks": 16}),
     "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32), "resident": None}),
+    "fixed-hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
     "hgca": ("hgca", {"window": 64, "resident": None}),
 }
 
@@ -62,32 +58,28 @@ class Asking(TorchDispatchMode):
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.asked: list[str] = []
-        self._thread = threading.get_ident()
-        self._watching = False
-        for owner, name in (
-            (torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (torch.Tensor, "cpu"),
-            (torch.Tensor, "tolist"),
-        ):  # fmt: skip
-            patch.setattr(owner, name, self._noting(getattr(owner, name), name))
+        self.asked, self.watching = set[str](), 0
+        for name in ("tensor", "as_tensor", "from_numpy"):
+            patch.setattr(torch, name, self._noting(getattr(torch, name), name))
+        for name in ("cpu", "tolist"):
+            patch.setattr(torch.Tensor, name, self._noting(getattr(torch.Tensor, name), name))
 
     def __enter__(self) -> Asking:
-        self._watching = True
-        super().__enter__()
-        return self
+        self.watching = threading.get_ident()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._watching = False
+        self.watching = 0
         super().__exit__(*error)
 
     def _note(self, what: str, who: str | None) -> None:
         if who is not None:
-            self.asked.append(f"{who}: {what}")
+            self.asked.add(f"{who}: {what}")
 
     def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             passes_on = name == "as_tensor" and isinstance(args[0], torch.Tensor)
-            if self._watching and threading.get_ident() == self._thread and not passes_on:
+            if self.watching == threading.get_ident() and not passes_on:
                 self._note(name, who_asks())
             return function(*args, **kwargs)
 
@@ -101,42 +93,32 @@ class Asking(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-QUICK = ("full-fetch", "scout-attend", "quest", "fluxion", "hgca")
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("policy", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES])
-def test_a_step_asks_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks close meanwhile, and padded rows are among them. Recalls come as kernels bring them."""
-    monkeypatch.setattr(ResidentSet, "read_by_kernels", True)
-    model = tiny_model("llama")
-    ids, mask = prompt(3, PROMPT + STEPS)
-    name, knobs = POLICIES[policy]
-    cache = hf_offload.HybridCache(model, name, **{"tier": "split", "block_size": 16, "resident": 96, **knobs})
-    asking = Asking(monkeypatch)
+def decode(asking: Asking, policy: str, knobs: dict[str, Any]) -> None:
+    """Steps of padded rows, during which blocks close; what is resident is decided in the first two."""
+    model, (ids, mask) = tiny_model("llama"), prompt(3, PROMPT + STEPS)
+    cache = hf_offload.HybridCache(model, policy, **{"tier": "split", "block_size": 16} | knobs)
     with torch.no_grad():
         model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
         for i in range(PROMPT, PROMPT + STEPS):
-            step = {"input_ids": ids[:, i : i + 1], "attention_mask": mask[:, : i + 1]}
-            step["position_ids"] = mask[:, : i + 1].sum(-1, keepdim=True) - 1
-            if i < PROMPT + 2:  # what is resident is decided
-                model(**step, past_key_values=cache)
-                continue
-            with asking:
-                model(**step, past_key_values=cache)
-    assert cache.stats().as_dict()["steps"] == STEPS
-    assert sorted(set(asking.asked)) == []
+            seen = mask[:, : i + 1]
+            step = {"attention_mask": seen, "position_ids": seen.sum(-1, keepdim=True) - 1}
+            with nullcontext() if i < PROMPT + 2 else asking:
+                model(ids[:, i : i + 1], **step, past_key_values=cache)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_asks_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recalls come as kernels bring them."""
+    monkeypatch.setattr(ResidentSet, "read_by_kernels", True)
+    name, knobs = POLICIES[policy]
+    asking = Asking(monkeypatch)
+    decode(asking, name, {"resident": 96, **knobs})
+    assert sorted(asking.asked) == []
 
 
 def test_what_asks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy whose tokens the host brings one by one has to know which."""
     asking = Asking(monkeypatch)
-    model = tiny_model("llama")
-    ids, _ = prompt(1, PROMPT + 3)
-    cache = hf_offload.HybridCache(model, "infinigen", tier="split", block_size=16)
-    with torch.no_grad():
-        model(ids[:, :PROMPT], past_key_values=cache)
-        model(ids[:, PROMPT : PROMPT + 1], past_key_values=cache)
-        with asking:
-            model(ids[:, PROMPT + 1 : PROMPT + 2], past_key_values=cache)
+    decode(asking, "infinigen", {})
     assert "token_fetch.py: __init__: cpu" in asking.asked

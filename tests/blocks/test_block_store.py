@@ -9,32 +9,18 @@ from pools import used_blocks
 from references import cpu as reference
 
 from hf_offload.blocks.block_store import KEEP_TOKENS, BlockStore
-from hf_offload.blocks.padding import Padding
 from hf_offload.blocks.sealing import seal
 
-BATCH, HEADS, DIM, SIZE = 2, 3, 32, 16
-LENGTH = 24 * SIZE + 5
+from .stores import DIM, HEADS, LENGTH, ROWS, SIZE, make_store
 
 
-def make_store(dtype: torch.dtype = torch.bfloat16, *, packs: bool = True) -> BlockStore:
-    padding = Padding(SIZE)
-    padding.observe(None, BATCH, LENGTH + 64)
-    return BlockStore(
-        BATCH,
-        HEADS,
-        DIM,
-        dtype,
-        block_size=SIZE,
-        device=torch.device("cpu"),
-        digest=None,
-        padding=padding,
-        host_dtype="int8" if packs else None,
-    )
+def packing(dtype: torch.dtype = torch.bfloat16) -> BlockStore:
+    return make_store(dtype, packs=True, length=LENGTH + 64)
 
 
 def tokens(count: int = LENGTH, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    k, v = (torch.randn(BATCH, count, HEADS, DIM, dtype=dtype).transpose(1, 2) for _ in range(2))  # strided
+    k, v = (torch.randn(ROWS, count, HEADS, DIM, dtype=dtype).transpose(1, 2) for _ in range(2))  # strided
     return k, v
 
 
@@ -48,7 +34,7 @@ def fill(store: BlockStore, k: torch.Tensor, v: torch.Tensor, steps: list[int]) 
 def expected(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V with the old blocks as their codes say."""
     old = (k.shape[2] // SIZE - -(-KEEP_TOKENS // SIZE)) * SIZE
-    shape = (BATCH, HEADS, -1, SIZE, DIM)
+    shape = (ROWS, HEADS, -1, SIZE, DIM)
     packed = reference.pack_block(*(x[:, :, :old].double().reshape(shape) for x in (k, v)))
     return tuple(  # type: ignore[return-value]
         torch.cat([p.flatten(2, 3).float().to(x.dtype), x[:, :, old:]], 2) for p, x in zip(packed, (k, v), strict=True)
@@ -60,7 +46,7 @@ def expected(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     "steps", [[], [7], [SIZE * 9, SIZE * 9 + 1], [130, 131, 132, 300], list(range(1, LENGTH))], ids=len
 )
 def test_every_way_in_keeps_the_same(steps: list[int], dtype: torch.dtype) -> None:
-    store, (k, v) = make_store(dtype), tokens(dtype=dtype)
+    store, (k, v) = packing(dtype), tokens(dtype=dtype)
     fill(store, k, v, steps)
     for got, want in zip(store.gather(0, LENGTH), expected(k, v), strict=True):
         assert torch.equal(got, want)
@@ -70,17 +56,17 @@ def test_every_way_in_keeps_the_same(steps: list[int], dtype: torch.dtype) -> No
 
 def test_old_blocks_take_half_the_memory() -> None:
     k, v = tokens(200 * SIZE)
-    plain, packing = make_store(packs=False), make_store()
-    for store in (plain, packing):
+    plain, packed = make_store(length=LENGTH + 64), packing()
+    for store in (plain, packed):
         fill(store, k, v, [100 * SIZE])
-    young = KEEP_TOKENS // SIZE * BATCH * plain.pool.block_bytes
-    assert packing.host_bytes - young < 0.6 * (plain.host_bytes - young)
-    held = sum(slab.nbytes for slab in [*packing.pool.slabs, *packing.pool.packed_slabs])
+    young = KEEP_TOKENS // SIZE * ROWS * plain.pool.block_bytes
+    assert packed.host_bytes - young < 0.6 * (plain.host_bytes - young)
+    held = sum(slab.nbytes for slab in [*packed.pool.slabs, *packed.pool.packed_slabs])
     assert held < 0.85 * plain.host_bytes  # what is allocated shrinks with it
 
 
 def test_a_crop_within_the_young_blocks_loses_nothing() -> None:
-    store, (k, v) = make_store(), tokens()
+    store, (k, v) = packing(), tokens()
     fill(store, k, v, [])
     want = expected(k, v)
     store.crop(LENGTH - KEEP_TOKENS + SIZE)
@@ -90,11 +76,11 @@ def test_a_crop_within_the_young_blocks_loses_nothing() -> None:
 
 
 def test_a_crop_into_packed_blocks_can_be_appended_to() -> None:
-    store, (k, v) = make_store(), tokens()
+    store, (k, v) = packing(), tokens()
     fill(store, k, v, [])
     before = store.gather(0, LENGTH)
     store.crop(5 * SIZE + 3)
-    assert used_blocks(store.pool) == BATCH * 6
+    assert used_blocks(store.pool) == ROWS * 6
     for got, want in zip(store.gather(0, store.length), before, strict=True):
         assert torch.equal(got, want[:, :, : store.length])
     fill(store, k[:, :, store.length :], v[:, :, store.length :], [])
@@ -108,12 +94,12 @@ def test_a_crop_into_packed_blocks_can_be_appended_to() -> None:
 
 
 def test_rows_that_share_blocks_part_where_they_differ() -> None:
-    store, (k, v) = make_store(), tokens()
+    store, (k, v) = packing(), tokens()
     fill(store, k, v, [])
     store.select_rows(np.array([1, 1, 0]))
     more = torch.randn(3, HEADS, 20 * SIZE, DIM, dtype=torch.bfloat16)
     store.append(more, -more)
-    store.padding.observe(None, BATCH, store.length)
+    store.padding.observe(None, ROWS, store.length)
     seal(store, 64)
     store.pack_old(store.length)
     got = store.gather(0, store.length)[0]
@@ -134,7 +120,7 @@ def broken(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("name", ["host_format.pack_records", "block_store.movers.write_tokens"])
 def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    store, (k, v) = make_store(), tokens(600)
+    store, (k, v) = packing(), tokens(600)
     fill(store, k[:, :, :139], v[:, :, :139], [])
     before, used = store.gather(0, 139), store.host_bytes
     with monkeypatch.context() as patch:
@@ -153,7 +139,7 @@ def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.Monkey
 
 
 def test_the_largest_numbers_stay_finite() -> None:
-    store, (k, v) = make_store(torch.float16), tokens(dtype=torch.float16)
+    store, (k, v) = packing(torch.float16), tokens(dtype=torch.float16)
     k[0, 0, 5, 3], v[1, 2, 9, 7] = 65504, -65504
     fill(store, k, v, [])
     for got in store.gather(0, LENGTH):

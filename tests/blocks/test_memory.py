@@ -1,12 +1,14 @@
-"""Allocation of host memory: alignment, lifetime of tensors, errors that name the purpose."""
+"""Host memory: alignment, lifetime of tensors, pages that are locked, errors that name the purpose."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import mmap
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,6 +32,8 @@ def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
     del tensor
     gc.collect()
     assert (part == 7).all()
+    assert host_empty((0, 4), dtype).shape == (0, 4)
+    assert host_empty((3, 4), dtype).stride() == (4, 1)
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -55,18 +59,12 @@ def test_a_trimmed_heap_gives_back_what_lies_between_blocks_in_use() -> None:
     assert all(bool((block == 1).all()) for block in blocks)
 
 
-def test_small_tensors() -> None:
-    assert host_empty((0, 4), torch.float32).shape == (0, 4)
-    assert host_empty((3, 4), torch.float32).stride() == (4, 1)
-
-
 @pytest.mark.parametrize(("huge", "brief"), [(True, False), (False, False), (True, True)])
 def test_what_the_host_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch, huge: bool, brief: bool) -> None:
     if not huge:  # a system that knows no huge pages leaves it to torch
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    with pytest.raises(
-        MemoryError, match=r"no host memory left for a dream \(1048576\.0 TiB\); sleep less\."
-    ) as caught:
+    told = r"no host memory left for a dream \(1048576\.0 TiB\); sleep less\."
+    with pytest.raises(MemoryError, match=told) as caught:
         host_empty((FAR_TOO_MUCH,), torch.uint8, brief=brief, what="a dream", lower="sleep less")
     assert isinstance(caught.value, RuntimeError)
     assert "Cannot allocate memory" in str(caught.value)
@@ -82,6 +80,10 @@ def test_callers_who_know_torch_s_own_errors_know_these() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 KiB.")
     assert should_reduce_batch_size(host.value)
     assert should_reduce_batch_size(device.value)
+    outer, inner = memory_for("the outer", "less"), memory_for("the inner", "less")
+    with pytest.raises(MemoryError, match="left for the inner") as caught, outer, inner:
+        raise MemoryError
+    assert "outer" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +95,9 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     assert caught.value is error
 
 
-def test_the_first_name_is_kept() -> None:
-    outer, inner = memory_for("the outer", "less"), memory_for("the inner", "less")
-    with pytest.raises(MemoryError, match="left for the inner") as caught, outer, inner:
-        raise MemoryError
-    assert "outer" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (3 << 29, "1.5 GiB"), (5 << 50, "5120.0 TiB")],
-)
-def test_sizes_for_people(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
+def test_sizes_for_people() -> None:
+    told = [size_text(nbytes) for nbytes in (0, 1023, 1024, 3 << 29, 5 << 50)]
+    assert told == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5120.0 TiB"]
 
 
 @pytest.mark.parametrize("size", [1000, 5 << 20])
@@ -135,3 +127,51 @@ def test_without_pinned_memory_it_goes_on_and_says_so_once(monkeypatch: pytest.M
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned() -> None:
     assert host_empty((5 << 20,), torch.uint8, pin=True).is_pinned()
+
+
+class Runtime:
+    """Stands for `torch.cuda.cudart()`: locks pages where they lie, or `refuses` to."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.code, self.locked, self.events = (2 if refuses else 0), dict[int, int](), list[str]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.code:
+            self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.events.append("unlocked")
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_slab_is_locked_until_nobody_holds_it(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    """One that cannot be locked is told of and used."""
+    runtime = Runtime(refuses)
+    stream = SimpleNamespace(synchronize=lambda: runtime.events.append("waited"))
+    monkeypatch.setattr(memory, "CAN_REGISTER", True)
+    monkeypatch.setattr(memory, "_runtime", lambda: runtime)
+    monkeypatch.setattr(memory, "stream_for", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: device.index)  # the first one is not used
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    memory._tell_pageable.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        slab = host_empty((3, 1 << 20), torch.float32, pin=True)
+    assert ["pinned host memory cannot be had (cudaHostRegister: 2" in str(one.message) for one in told] == [
+        True
+    ] * refuses
+    assert runtime.locked == ({} if refuses else {slab.data_ptr(): slab.nbytes})
+    assert slab.data_ptr() % (2 << 20) == 0
+    part = slab[1:].fill_(1.0)
+    del slab
+    gc.collect()
+    assert bool(runtime.locked) != refuses
+    del part
+    gc.collect()
+    assert not runtime.locked
+    assert runtime.events == ([] if refuses else ["waited", "waited", "unlocked"])  # first for what may still read it

@@ -1,48 +1,35 @@
-"""Copies of blocks into slots: equal bytes by kernel and by copies, waits, failures."""
+"""Copies of blocks into slots: equal bytes at once and by a stage, waits, failures."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import prompt, tiny_model
 
-from hf_offload import HybridCache
 from hf_offload.blocks import copying, host_pool
 from hf_offload.blocks import resident_set as resident
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.copying import Moves, copies, staged
 from hf_offload.blocks.device_mirror import DeviceMirror
 from hf_offload.blocks.memory import host_empty
-from hf_offload.blocks.padding import Padding
 from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.cpu.thread_pool import Worker, WorkerError
 from hf_offload.gpu import kv_copy
 
 from ._streams import Device
+from .stores import DIM, HEADS, LENGTH, ROWS, SIZE, filled_store
 
-BATCH, HEADS, SIZE, DIM, BLOCKS, SLOTS = 2, 3, 8, 16, 20, 6
-
-
-def make_store(dtype: torch.dtype = torch.bfloat16, *, packs: bool = False, device: str = "cpu") -> BlockStore:
-    torch.manual_seed(0)
-    store = BlockStore(
-        BATCH, HEADS, DIM, dtype, block_size=SIZE, device=torch.device(device), digest=None, padding=Padding(SIZE),
-        host_dtype="int8" if packs else None,
-    )  # fmt: skip
-    store.append(*torch.randn(2, BATCH, HEADS, BLOCKS * SIZE, DIM).to(device, dtype))
-    return store
+SLOTS, BLOCKS = 6, LENGTH // SIZE
 
 
 def make_moves(seed: int, slots: int = SLOTS, device: str = "cpu") -> Moves:
     """Ragged lists, with garbage behind the counts."""
     rng = np.random.default_rng(seed)
-    into, chosen = (torch.full((BATCH, HEADS, slots), 10**8, dtype=torch.int32) for _ in range(2))
-    counts = torch.from_numpy(rng.integers(0, slots + 1, (BATCH, HEADS), np.int32))
-    for b in range(BATCH):
+    into, chosen = (torch.full((ROWS, HEADS, slots), 10**8, dtype=torch.int32) for _ in range(2))
+    counts = torch.from_numpy(rng.integers(0, slots + 1, (ROWS, HEADS), np.int32))
+    for b in range(ROWS):
         for h in range(HEADS):
             count = int(counts[b, h])
             into[b, h, :count] = torch.from_numpy(rng.permutation(slots)[:count].astype(np.int32))
@@ -54,7 +41,7 @@ def moved(store: BlockStore, pool: torch.Tensor, moves: Moves) -> torch.Tensor:
     """The pool as it should be after some moves; the store's blocks are not packed."""
     k, v = store.gather(0, BLOCKS * SIZE)
     want, blocks = pool.clone(), torch.stack((k, v), 2).unflatten(3, (BLOCKS, SIZE))
-    for b in range(BATCH):
+    for b in range(ROWS):
         for h in range(HEADS):
             for m in range(int(moves.counts[b, h])):
                 want[b, h, moves.slots[b, h, m]] = blocks[b, h, :, moves.blocks[b, h, m]]
@@ -62,72 +49,35 @@ def moved(store: BlockStore, pool: torch.Tensor, moves: Moves) -> torch.Tensor:
 
 
 def empty_pool(store: BlockStore) -> torch.Tensor:
-    return torch.full((BATCH, HEADS, SLOTS, 2, SIZE, DIM), 7.0, dtype=store.dtype)
+    return torch.full((ROWS, HEADS, SLOTS, 2, SIZE, DIM), 7.0, dtype=store.dtype)
 
 
-# --- the ways ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["torch", "interpreted"])
-@pytest.mark.parametrize("piece", [1, 3 * 2 * SIZE * DIM * 2, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_every_way_brings_the_same_bytes(
-    monkeypatch: pytest.MonkeyPatch, form: str, piece: int, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("piece", "dtype"),
+    [(1, torch.float32), (3 * 2 * SIZE * DIM * 2, torch.float16), (1 << 20, torch.bfloat16)],
+)
+def test_copies_bring_the_same_bytes_at_once_and_by_a_stage(
+    monkeypatch: pytest.MonkeyPatch, piece: int, dtype: torch.dtype
 ) -> None:
-    store, moves = make_store(dtype), make_moves(1)
-    want = moved(store, empty_pool(store), moves)
-    assert not torch.equal(want, empty_pool(store))
-    pools = [empty_pool(store) for _ in range(3)]
+    """A stage, as where the slots lie on a device, in pieces."""
+    store, moves = filled_store(dtype=dtype), make_moves(1)
+    want, pools = moved(store, empty_pool(store), moves), [empty_pool(store) for _ in range(2)]
+    assert not torch.equal(want, pools[0])
     copies(store, pools[0], moves)()
-    # By the stage, as where the slots lie on a device; `piece` makes it several.
     monkeypatch.setattr(copying, "PIECE_BYTES", piece)
     rows, heads, column = (torch.arange(SLOTS) < moves.counts[..., None]).numpy().nonzero()
     block = store.table[rows, moves.blocks.numpy()[rows, heads, column]]
     index = (rows * HEADS + heads) * SLOTS + moves.slots.numpy()[rows, heads, column]
     staged(store, pools[1].flatten(0, 2), store.pool.addresses(block, heads), index)()
-    if form == "interpreted":
-        pytest.importorskip("triton")
-        if dtype == torch.bfloat16:
-            pytest.skip("Triton's interpreter has no bfloat16")
-        if torch.cuda.is_available():
-            pytest.skip("with a CUDA device Triton compiles")
-        monkeypatch.setattr(kv_copy, "ON_TRITON", {"cpu"})
-    kv_copy.fetch(pools[2], *moves, store.tables.block_ptr(), store.tables.table(), packed=None)
     for pool in pools:
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("knobs", [{}, {"host_dtype": "int8"}])
-def test_tokens_do_not_depend_on_the_way(monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]) -> None:
-    model = tiny_model("llama")
-    ids, mask = prompt(2, 150)
-    scout = {"budget": 64, "sinks": 8, "recent": 16, "block_size": 8, "resident": 64, "tier": "split", "recall": 2}
-
-    def logits(by_kernels: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-        with monkeypatch.context() as patch:
-            patch.setattr(ResidentSet, "read_by_kernels", by_kernels)
-            cache = HybridCache(model, "scout", **scout, **knobs)
-            out = model.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=30, do_sample=False,
-                output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
-        return torch.stack(out.logits), cache.stats().as_dict()
-
-    want, _ = logits(False)
-    got, told = logits(True)
-    assert torch.equal(got, want)
-    assert told["recalls"] > 0
-
-
-# --- what is waited for, and what is not ------------------------------------------------------------------------------
 
 
 def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, *, pinned: bool) -> tuple[ResidentSet, Device]:
     """A resident set on a device whose streams are that slow (seconds a piece of work)."""
     device = Device(model, side)
     device.install(patch)
-    store = make_store()
+    store = filled_store()
     store.pool._plain.pinned = store.pool._packed.pinned = pinned
     mirror = DeviceMirror(store.padding, store.device, Worker(2))
     held = ResidentSet(store, SLOTS, mirror)
@@ -151,7 +101,7 @@ SPEEDS = [(0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (0.004, 0.004)]
 def test_what_is_on_its_way_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, model: float, side: float, pinned: bool
 ) -> None:
-    plain, (held, device) = make_store(), on_streams(monkeypatch, model, side, pinned=pinned)
+    plain, (held, device) = filled_store(), on_streams(monkeypatch, model, side, pinned=pinned)
     want, got = [empty_pool(plain)], list[torch.Tensor]()
     with device:
         for seed in range(4):
@@ -169,8 +119,8 @@ def test_what_is_on_its_way_is_waited_for(
 
 @pytest.mark.parametrize(("model", "side"), SPEEDS)
 def test_a_placement_is_there_at_once(monkeypatch: pytest.MonkeyPatch, model: float, side: float) -> None:
-    plain, (held, device) = make_store(), on_streams(monkeypatch, model, side, pinned=True)
-    blocks = torch.tensor([1, 4, 9, 13, 19], dtype=torch.int32).expand(BATCH, HEADS, -1).contiguous()
+    plain, (held, device) = filled_store(), on_streams(monkeypatch, model, side, pinned=True)
+    blocks = torch.tensor([1, 4, 9, 13, 19], dtype=torch.int32).expand(ROWS, HEADS, -1).contiguous()
     counts, got = torch.tensor([[5, 3, 1], [0, 2, 4]], dtype=torch.int32), list[torch.Tensor]()
     slots = torch.arange(5, dtype=torch.int32).expand_as(blocks)
     with device:
@@ -182,12 +132,12 @@ def test_a_placement_is_there_at_once(monkeypatch: pytest.MonkeyPatch, model: fl
 
 
 def test_what_a_failed_copy_carried_is_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make_store()
+    store = filled_store()
     held = ResidentSet(store, SLOTS, DeviceMirror(store.padding, store.device, Worker()))
     held.reserve()
-    blocks = torch.tensor([3, 8], dtype=torch.int32).expand(BATCH, HEADS, -1).contiguous()
+    blocks = torch.tensor([3, 8], dtype=torch.int32).expand(ROWS, HEADS, -1).contiguous()
     slots = torch.tensor([0, 2], dtype=torch.int32).expand_as(blocks).contiguous()
-    held.load(blocks, torch.full((BATCH, HEADS), 2, dtype=torch.int32), "placement")
+    held.load(blocks, torch.full((ROWS, HEADS), 2, dtype=torch.int32), "placement")
     held.block_of[:, :, 2], held.slot_of[:, :, 8], held.slot_of[:, :, 5] = 5, -1, 2
     with monkeypatch.context() as patch:
         patch.setattr(resident, "copies", lambda *given: lambda: 1 / 0)
@@ -203,16 +153,6 @@ def test_what_a_failed_copy_carried_is_not_resident(monkeypatch: pytest.MonkeyPa
     assert (held.slot_of[:, :, 3] == 0).all()
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("pinned", [False, True])
-def test_kernels_read_what_is_pinned_and_what_a_graph_will(
-    monkeypatch: pytest.MonkeyPatch, pinned: bool, captured: bool
-) -> None:
-    held, _ = on_streams(monkeypatch, 0.0, 0.0, pinned=pinned)
-    held.mirror.capture = SimpleNamespace() if captured else None
-    assert held.read_by_kernels == (pinned or captured)
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:pinned host memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,14 +163,14 @@ def test_a_gpu_gets_the_same_bytes_from_either_memory(
     with monkeypatch.context() as patch:
         if not pinned:
             patch.setattr(host_pool, "host_empty", lambda *args, pin, **kwargs: host_empty(*args, **kwargs))
-        store = make_store(dtype, device="cuda")
+        store = filled_store(dtype=dtype, device="cuda")
     assert store.pool.pinned == pinned
     held = ResidentSet(store, SLOTS, DeviceMirror(store.padding, store.device, Worker()))
     held.mirror.worker.delay = 0.002
     want = held.pool.cpu()
     for seed in range(4):
         moves = make_moves(seed, device="cuda")
-        want = moved(make_store(dtype), want, Moves(*(part.cpu() for part in moves)))
+        want = moved(filled_store(dtype=dtype), want, Moves(*(part.cpu() for part in moves)))
         torch.cuda._sleep(20_000_000)
         held.fetch(moves, "a recall")
         held.wait()

@@ -10,21 +10,18 @@ from pairwise import covering
 
 from hf_offload.blocks.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.blocks.digests import DIGESTS
-from hf_offload.blocks.padding import Padding
 from hf_offload.blocks.sealing import seal
 
-ROWS, HEADS, DIM, SIZE, LENGTH, TILE = 2, 3, 32, 16, 24 * 16 + 5, 48
+from .stores import DIM, HEADS, LENGTH, ROWS, SIZE, make_store
+
+TILE = 48
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def make_store(digest: str, device: str, packs: bool, padded: bool) -> BlockStore:
-    padding, mask = Padding(SIZE), torch.ones(ROWS, LENGTH, dtype=torch.bool)
-    mask[0, 100:103], mask[1, : 2 * SIZE + 3] = not padded, not padded
-    padding.observe(mask, ROWS, LENGTH)
-    return BlockStore(
-        ROWS, HEADS, DIM, torch.bfloat16, block_size=SIZE, device=torch.device(device), digest=DIGESTS[digest],
-        padding=padding, host_dtype="int8" if packs else None,
-    )  # fmt: skip
+def padded_mask() -> torch.Tensor:
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    mask[0, 100:103], mask[1, : 2 * SIZE + 3] = False, False
+    return mask
 
 
 def tokens(device: str = "cpu") -> torch.Tensor:
@@ -61,7 +58,7 @@ def test_keys_at_hand_make_the_same_digests(
 ) -> None:
     k, found = tokens(device), []
     for at_hand in (False, True):
-        store = make_store(digest, device, packs, padded)
+        store = make_store(digest=digest, device=device, packs=packs, mask=padded_mask() if padded else None)
         for first, stop in pairwise([0, *cuts, LENGTH]):
             new = k[:, :, first:stop]
             store.pack_old(first)
@@ -77,7 +74,7 @@ def test_keys_at_hand_make_the_same_digests(
 
 
 def test_only_the_block_that_began_before_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, k = make_store("submean", "cpu", False, False), tokens()
+    store, k = make_store(digest="submean"), tokens()
     gathered = watched(store, monkeypatch)
     for first, stop in pairwise([0, 64, 64 + 5, 64 + 9, 200, LENGTH]):
         store.append(k[:, :, first:stop], k[:, :, first:stop])
@@ -86,7 +83,7 @@ def test_only_the_block_that_began_before_is_read_back(monkeypatch: pytest.Monke
 
 
 def test_what_was_packed_on_the_way_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, k = make_store("quest", "cpu", True, False), tokens()
+    store, k = make_store(digest="quest", packs=True), tokens()
     gathered = watched(store, monkeypatch)
     store.append(k, k)
     seal(store, 64, k)

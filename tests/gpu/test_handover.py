@@ -1,4 +1,4 @@
-"""The hand-over of query, blocks and counts to the host, and its flag."""
+"""The hand-over of query, blocks and counts to the host, its flag, and a stream's wait for a flag of the host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,27 @@ from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.handover import Inbox, hand_over, wait_for_flag
 
-from ._forms import device_of, every_form
+from .operations import numbers
 
-GARBAGE = -(10**8)
-EPOCHS = (1, 70_000, 2**31 - 1, -(2**31))
+GARBAGE, LAST = -(10**8), 2**31 - 1
+EPOCHS = (1, 70_000, LAST, -LAST - 1)
 SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64, 300), (5, 1, 2, 256, 128)]
+FORMS = ["torch", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=FORMS)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where tensors lie when operations are computed by torch, in Triton's interpreter, or on a GPU."""
+    if request.param == "interpreted":
+        request.getfixturevalue("interpreted")
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def flags(device: str, *values: int) -> torch.Tensor:
+    """int32 that both sides reach: 64 bytes apart, in pinned memory for a GPU."""
+    spread = torch.zeros(len(values), 16, dtype=torch.int32, pin_memory=device == "cuda")
+    spread[:, 0] = numbers(*values)
+    return spread[:, :1]
 
 
 def inbox(device: str, like: tuple[torch.Tensor, ...], *, by_copies: bool = False) -> Inbox:
@@ -29,13 +45,17 @@ def inbox(device: str, like: tuple[torch.Tensor, ...], *, by_copies: bool = Fals
     return Inbox(query.fill_(math.nan), blocks.fill_(GARBAGE), counts.fill_(GARBAGE), arrived, *more)
 
 
-def given(device: str, batch: int, heads: int, group: int, dim: int, width: int) -> tuple[torch.Tensor, ...]:
-    """A query, ragged lists of blocks with garbage behind their counts, and the counts."""
+def given(
+    device: str, batch: int, heads: int, group: int, dim: int, width: int, with_tail: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """A query, ragged lists of blocks with garbage behind their counts, the counts; with a tail and limits."""
     counts = torch.randint(0, width + 1, (batch, heads), dtype=torch.int32)
     counts[0, 0], counts[-1, -1] = 0, width
     blocks = torch.randint(0, 10**6, (batch, heads, width), dtype=torch.int32)
     blocks[torch.arange(width) >= counts[..., None]] = GARBAGE
-    return tuple(part.to(device) for part in (torch.randn(batch, heads * group, dim), blocks, counts))
+    query = torch.randn(batch, heads * group, dim)
+    more = (torch.randn(query.shape[:2]), torch.randint(0, 10**6, (2,)).int()) if with_tail else ()
+    return tuple(part.to(device) for part in (query, blocks, counts, *more))
 
 
 def settle(device: str) -> None:
@@ -47,43 +67,25 @@ def assert_there(to: Inbox, sent: tuple[torch.Tensor, ...]) -> None:
     query, blocks, counts, *more = (part.cpu() for part in sent)
     assert torch.equal(to.query, query)
     assert torch.equal(to.counts, counts)
-    if more:
-        assert to.tail is not None
-        assert to.limits is not None
-        assert torch.equal(to.tail, more[0])
-        assert torch.equal(to.limits, more[1])
+    for there, part in zip((to.tail, to.limits), more, strict=False):
+        assert torch.equal(there, part)
     meant = torch.arange(blocks.shape[2]) < counts[..., None]
     assert torch.equal(to.blocks[meant], blocks[meant])
 
 
-@every_form
 @pytest.mark.parametrize(("sizes", "with_tail", "by_copies"), covering(SIZES, [False, True], [False, True]), ids=str)
-def test_all_of_it_arrives(
-    form: str, with_tail: bool, by_copies: bool, sizes: Any, request: pytest.FixtureRequest
-) -> None:
-    device = device_of(form, request)
+def test_all_of_it_arrives(device: str, with_tail: bool, by_copies: bool, sizes: Any) -> None:
     torch.manual_seed(sizes[3])
-
-    def given_all() -> tuple[torch.Tensor, ...]:
-        sent = given(device, *sizes)
-        if not with_tail:
-            return sent
-        limits = torch.randint(0, 10**6, (2,), dtype=torch.int32)
-        return (*sent, torch.randn(sent[0].shape[:2]).to(device), limits.to(device))
-
-    to = inbox(device, given_all(), by_copies=by_copies)
-    flag = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
+    to = inbox(device, given(device, *sizes, with_tail=with_tail), by_copies=by_copies)
+    flag = flags(device, 0, 0, 0)
     for before, epoch in zip((0, *EPOCHS), EPOCHS, strict=False):  # into the same memory, with a flag and without
-        sent = given_all()
-        hand_over(to, *sent)
-        settle(device)
-        assert_there(to, sent)
-        assert int(flag[1, 0]) == before
-        sent = given_all()
-        hand_over(to, *sent, flag=flag[1, :1], epoch=torch.tensor([epoch], dtype=torch.int32, device=device))
-        settle(device)
-        assert_there(to, sent)
-        assert flag[:, 0].tolist() == [0, epoch, 0]
+        for flagged in (False, True):
+            sent = given(device, *sizes, with_tail=with_tail)
+            announced = {"flag": flag[1], "epoch": numbers(epoch).to(device)} if flagged else {}
+            hand_over(to, *sent, **announced)
+            settle(device)
+            assert_there(to, sent)
+            assert flag[:, 0].tolist() == [0, epoch if flagged else before, 0]
 
 
 @kernel
@@ -104,53 +106,109 @@ def sum_kernel(ticket: Array, tasks: int, query: Array, blocks: Array, counts: A
         count_up(ticket, 1)
 
 
-@every_form
-def test_whoever_sees_the_flag_sees_all_of_it(form: str, request: pytest.FixtureRequest) -> None:
-    device = device_of(form, request)
-    sizes = (16, 8, 4, 128, 64) if form == "cuda" else (3, 2, 2, 16, 5)
-    batch, _, _, dim, width = sizes
-    pinned = device == "cuda"
+def test_whoever_sees_the_flag_sees_all_of_it(device: str) -> None:
+    sizes = (16, 8, 4, 128, 64) if device == "cuda" else (3, 2, 2, 16, 5)
+    batch, heads, group, dim, width = sizes
     to = inbox(device, given(device, *sizes))
-    answer = torch.zeros(batch, dtype=torch.float64, pin_memory=pinned)
-    flags = torch.zeros(3, 16, dtype=torch.int32, pin_memory=pinned)
+    answer = torch.zeros(batch, dtype=torch.float64, pin_memory=device == "cuda")
+    lines = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
     arrays = (*(part.numpy() for part in (to.query, to.blocks, to.counts)), answer.numpy())
     bell = Doorbell(threads=2, spin_seconds=1e-4)
     launch = Launch(sum_kernel, batch, arrays, 0)
-    bell.replace([Item(*(int(line.data_ptr()) for line in flags), launch, "work", (flags,))])
+    bell.replace([Item(*(int(line.data_ptr()) for line in lines), launch, "work", (lines,))])
     for step in range(1, 60):
         bell.delay = 1e-3 * (step % 6 == 0)
-        epoch = torch.tensor([step], dtype=torch.int32, device=device)
-        query = torch.full((batch, sizes[1] * sizes[2], dim), float(step), device=device)
-        counts = torch.full((batch, sizes[1]), width, dtype=torch.int32, device=device)
-        blocks = torch.full((batch, sizes[1], width), step, dtype=torch.int32, device=device)
-        hand_over(to, query, blocks, counts, flag=flags[0, :1], epoch=epoch)
-        late = torch.zeros(1, dtype=torch.int32, device=device)
-        wait_for_flag(flags[1, :1], epoch, late, spins=5_000_000)
+        query = torch.full((batch, heads * group, dim), float(step), device=device)
+        counts = torch.full((batch, heads), width, dtype=torch.int32, device=device)
+        blocks = torch.full((batch, heads, width), step, dtype=torch.int32, device=device)
+        epoch, late = numbers(step).to(device), numbers(0).to(device)
+        hand_over(to, query, blocks, counts, flag=lines[0, :1], epoch=epoch)
+        wait_for_flag(lines[1, :1], epoch, late, spins=5_000_000)
         got = answer.to(device, non_blocking=True)
         settle(device)
         assert not late.item()
-        assert (got == step * sizes[1] * (width + sizes[2] * dim)).all()
+        assert (got == step * heads * (width + group * dim)).all()
     bell.check()
     bell.stop()
 
 
-def test_wrong_arguments_are_named() -> None:
-    query, blocks, counts = given("cpu", 2, 2, 2, 16, 3)
-    to = inbox("cpu", (query, blocks, counts))
-    one = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"query has dtype torch\.float16"):
-        hand_over(to, query.half(), blocks, counts)
-    with pytest.raises(ValueError, match=r"blocks has shape \(1, 2, 3\)"):
-        hand_over(to, query, blocks[:1], counts)
-    with pytest.raises(ValueError, match=r"blocks has shape \(2, 2, 2\); expected \(2, 2, 3\)"):
-        hand_over(to, query, blocks[:, :, :2].contiguous(), counts)
+@pytest.mark.parametrize(
+    ("flag", "epoch", "in_time"),
+    [(3, 3, True), (4, 3, True), (2, 3, False), (-5, 3, False), (LAST, -LAST - 1, False), (-LAST - 1, LAST, True)],
+)
+def test_a_wait_ends_at_the_flag_or_at_its_bound(device: str, flag: int, epoch: int, in_time: bool) -> None:
+    there, late = flags(device, flag, 0)
+    want = numbers(epoch).to(device)
+    wait_for_flag(there, want, late, spins=0 if in_time else 2000)
+    settle(device)
+    assert late.item() == (0 if in_time else epoch)
+    assert there.item() == flag
+    wait_for_flag(there, want - 3, late, spins=0)  # in time: leaves `late` as it is
+    settle(device)
+    assert late.item() == (0 if in_time else epoch)
+
+
+def test_nothing_is_waited_for_once_a_flag_was_late(device: str) -> None:
+    """A step has a wait for each layer: with as many looks as here, each of them would take an hour."""
+    flag, late = flags(device, 0, 7)
+    for epoch in (8, 9):
+        wait_for_flag(flag, numbers(epoch).to(device), late, spins=LAST)
+    settle(device)
+    assert late.item() == 7
+
+
+@pytest.mark.gpu
+def test_captured_flags_follow_the_epoch() -> None:
+    sides, late = flags("cuda", 0, 0), flags("cuda", 0)[0]
+    epoch = torch.ones(1, dtype=torch.int32, device="cuda")
+    sent = torch.zeros(1, 1, 16, device="cuda"), epoch.new_zeros(1, 1, 4), epoch.new_zeros(1, 1)
+    to = inbox("cuda", sent)
+    hand_over(to, *sent, flag=sides[0], epoch=epoch)
+    wait_for_flag(sides[0], epoch, late, spins=10)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        epoch += 1
+        hand_over(to, *sent, flag=sides[0], epoch=epoch)
+        wait_for_flag(sides[1], epoch, late, spins=10)
+    sides[1] = 3
+    for want, missed in ((2, 0), (3, 0), (4, 4), (5, 4)):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (sides[0].item(), late.item()) == (want, missed)
+
+
+ONE = numbers(0)
+SENT = given("cpu", 2, 2, 2, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"query": SENT[0].half()}, r"query has dtype torch\.float16"),
+        ({"blocks": SENT[1][:1]}, r"blocks has shape \(1, 2, 3\)"),
+        ({"blocks": SENT[1][:, :, :2].contiguous()}, r"blocks has shape \(2, 2, 2\); expected \(2, 2, 3\)"),
+        ({"tail": torch.zeros(2, 4)}, r"tail and to\.tail belong together"),
+        ({"flag": ONE}, "flag and epoch belong together"),
+        ({"flag": ONE.long(), "epoch": ONE}, r"flag has dtype torch\.int64"),
+        ({"flag": ONE, "epoch": ONE.expand(2)}, r"epoch has shape \(2,\)"),
+        ({"late": ONE.bool()}, r"late has dtype torch\.bool"),
+        ({"flag": ONE.long(), "late": ONE}, r"flag has dtype torch\.int64"),
+        ({"epoch": ONE.expand(2), "late": ONE}, r"epoch has shape \(2,\)"),
+        ({"spins": -1}, "spins=-1"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], told: str) -> None:
+    """Of a hand-over, and of a wait where `late` or `spins` is given."""
+    operation: Any = wait_for_flag
+    arguments: dict[str, Any] = {"flag": ONE, "epoch": ONE, "late": ONE, "spins": 1}
+    if not change.keys() & {"late", "spins"}:
+        operation = hand_over
+        arguments = {"to": inbox("cpu", SENT), "query": SENT[0], "blocks": SENT[1], "counts": SENT[2]}
+    with pytest.raises(TypeError if "dtype" in told else ValueError, match=told):
+        operation(**arguments | change)
+
+
+def test_an_inbox_of_other_heads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"query \(2, 3, 16\) does not fit"):
-        inbox("cpu", (query[:, :3], blocks, counts))
-    with pytest.raises(ValueError, match=r"tail and to\.tail belong together"):
-        hand_over(to, query, blocks, counts, torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="flag and epoch belong together"):
-        hand_over(to, query, blocks, counts, flag=one)
-    with pytest.raises(TypeError, match=r"flag has dtype torch\.int64"):
-        hand_over(to, query, blocks, counts, flag=one.long(), epoch=one)
-    with pytest.raises(ValueError, match=r"epoch has shape \(2,\)"):
-        hand_over(to, query, blocks, counts, flag=one, epoch=one.expand(2))
+        inbox("cpu", (SENT[0][:, :3], *SENT[1:]))
