@@ -16,7 +16,9 @@ from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
 from hf_offload.cpu.kernels.digest_scores import Vectors, vectors
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes
 from hf_offload.cpu.kernels.record import HostBlocks
+from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
 from hf_offload.cpu.launch import Launch, jit_for_python, tag_of
+from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -88,7 +90,7 @@ class Case:
 
 
 def given_masses(
-    masses: torch.Tensor, kv_heads: int, table: torch.Tensor | None = None
+    masses: torch.Tensor, kv_heads: int, table: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Vectors, torch.Tensor]:
     """A digest that scores block n of row b by masses[b, head, n], to the last bit, and its table.
 
@@ -97,6 +99,7 @@ def given_masses(
     Args:
         masses: [B, Hq, N]; -inf for all heads of a row or for none.
         table: [B, N or more], no block twice; a new one by default.
+        dtype: of the digest, to which the masses are rounded.
     """
     batch, heads, blocks = masses.shape
     group, dead = heads // kv_heads, (masses == -math.inf).all(1)
@@ -106,7 +109,26 @@ def given_masses(
     digests[physical, :, :group] = masses.view(batch, kv_heads, group, blocks).permute(0, 3, 1, 2)
     digests[physical[dead]], bias[physical[dead]] = math.nan, -math.inf
     query = torch.eye(group, 16).repeat(batch, kv_heads, 1)
-    return vectors(query.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32), table
+    return vectors(query.numpy(), bits(digests.to(dtype)), bias.numpy(), dtype=dtype), table
+
+
+def random_submeans(
+    rows: int, physical: int, count: int, dim: int, outliers: float = 0.0
+) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
+    """Sub-means of two KV heads, `count` pairs a block, and the tensors for `reference.score_submeans`.
+
+    Some pairs have no token and NaN as scale. Such a share of the others are outliers.
+    """
+    codes = torch.randint(-7, 8, (physical, 2, count, dim), dtype=torch.int8)
+    levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
+    scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
+    bias = torch.randint(0, 3, (physical, count)).float().log()
+    center, sigma = torch.randn(rows, 2, dim), torch.rand(rows, 2, dim) + 0.5
+    marked = (torch.rand(sizes.shape) < outliers) & (bias[:, None] >= 0)
+    poisoned = scales.masked_fill((bias[:, None] == -math.inf).expand(scales.shape), math.nan)
+    packed = pack_halves(poisoned, torch.where(marked, -sizes, sizes))
+    arrays = (pack_codes(codes), pack_levels(levels), packed, bias, center, sigma)
+    return submeans(*(x.numpy() for x in arrays)), (codes, levels, scales, sizes, bias, center, sigma)
 
 
 def make_case(
@@ -178,7 +200,7 @@ def pack_blocks(pool: HostPool, ids: np.ndarray[Any, Any]) -> None:
 
 
 def packed_case(batch: int, kv_heads: int, dim: int, block_size: int, length: int, dtype: torch.dtype) -> Case:
-    """Rows of which half of the blocks are packed; some tokens are not valid, and NaN where they are in plain blocks."""
+    """Rows with half of their blocks packed; tokens that are not valid are NaN in the others."""
     logical = math.ceil(length / block_size)
     pool, held = packed_pool(kv_heads, dim, block_size, batch * logical, dtype, large=2.0)
     table = torch.randperm(batch * logical).view(batch, logical).int()

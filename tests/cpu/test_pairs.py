@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pools import bits, for_python, make_case, run
+from pools import bits, for_python, make_case, random_submeans, run
 from references import cpu as reference
 
 from hf_offload.cpu.kernels import draw_pairs as drawing
@@ -27,9 +27,8 @@ from hf_offload.cpu.kernels.draw_pairs import (
     most_pairs,
     order_of,
 )
-from hf_offload.cpu.kernels.submean_scores import SubMeans, submeans
+from hf_offload.cpu.kernels.submean_scores import SubMeans
 from hf_offload.cpu.launch import Launch
-from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 draw_head, finish_weights = for_python(drawing.draw_head, drawing.finish_weights)
 
@@ -120,20 +119,10 @@ def test_padding_and_a_list_without_room(first: int, last: int, begins: int, cou
 
 
 def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
-    """Sub-means of two rows and KV heads, and the tensors for `reference.score_submeans` with each pair as a block.
-
-    Of the pairs with tokens such a share are outliers.
-    """
-    codes = torch.randint(-7, 8, (physical, 2, count, dim), dtype=torch.int8)
-    levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
-    scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
-    bias = torch.randint(0, 3, (physical, count)).float().log()  # some pairs have no token
-    center, sigma = torch.randn(2, 2, dim), torch.rand(2, 2, dim) + 0.5
-    marked = (torch.rand(sizes.shape) < outliers) & (bias[:, None] >= 0)
-    packed = pack_halves(scales, torch.where(marked, -sizes, sizes))
-    arrays = (pack_codes(codes), pack_levels(levels), packed, bias, center, sigma)
-    single = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in (codes, levels, scales, sizes))
-    return submeans(*(x.numpy() for x in arrays)), (*single, bias.view(-1, 1), center, sigma)
+    """Sub-means of two rows, and the tensors for `reference.score_submeans` with each pair as a block."""
+    digest, (*parts, bias, center, sigma) = random_submeans(2, physical, count, dim, outliers)
+    single = (x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in parts)
+    return digest, (*single, bias.view(-1, 1), center, sigma)
 
 
 def _outliers(digest: SubMeans, table: torch.Tensor, head: int, known: torch.Tensor | None = None) -> torch.Tensor:
