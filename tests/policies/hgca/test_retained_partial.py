@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.cpu.launch import Launch
@@ -31,14 +31,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, ...]]:
     return found
 
 
-@torch.no_grad()
 def converse(batch: int, turns: list[tuple[int, int]], **knobs: Any) -> tuple[torch.Tensor, int]:
     """Logits `[steps, B, V]` of decode steps, and the number of layers. Rows after the first are padded.
 
-    Args:
-        batch: rows.
-        turns: (tokens to append first, or, below 0, to crop; decode steps) of each turn.
-        knobs: of the cache.
+    A turn appends tokens first, or below 0 crops them, and then decodes steps.
     """
     model, length, logits = tiny_model("llama"), 0, []
     cache = HybridCache(model, "hgca", tier="split", window=60, block_size=BLOCK, **knobs)
@@ -48,15 +44,11 @@ def converse(batch: int, turns: list[tuple[int, int]], **knobs: Any) -> tuple[to
     for change, steps in turns:
         if change < 0:
             cache.crop(change)
-            length += change
-        for count in [change] * (change > 0) + [1] * steps:
-            here = slice(length, length + count)
-            positions = (mask.cumsum(1) - 1).clamp(0)[:, here]
-            length += count
-            out = model(
-                ids[:, here], attention_mask=mask[:, :length], position_ids=positions, past_key_values=cache
-            ).logits[:, -1]
-            logits += [out] * (count == 1)
+        begin = length if change > 0 else length + change
+        length += change
+        found = feed(model, cache, ids, mask, sorted({begin, *range(length, length + steps + 1)}))
+        logits += [out[:, -1] for out in found[-steps:]]
+        length += steps
     return torch.stack(logits), len(list(hybrid_layers(cache)))
 
 
