@@ -168,11 +168,14 @@ def test_drafts_that_are_dropped_leave_no_statistics(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
     model, (ids, mask), found = tiny_model("llama"), prompt(1, 160), []
     mask[0, :60] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     for drafts in (8, 1):
         cache = hf_offload.HybridCache(model, "scout", **KNOBS)
         feed(model, cache, ids, mask, (0, 120))
         cache.activate_past_recording()
-        feed(model, cache, ids, mask, (120, 120 + drafts))
+        stop = 120 + drafts
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, 120:stop], "logits_to_keep": drafts}
+        model(ids[:, 120:stop], past_key_values=cache, **given)
         if drafts > 1:
             cache.crop(1 - drafts)
         assert all(layer.store.awaits_digests for layer in cache.layers)
