@@ -28,7 +28,6 @@ from hf_offload.cpu.kernels.draw_pairs import (
     order_of,
 )
 from hf_offload.cpu.kernels.submean_scores import SubMeans
-from hf_offload.cpu.launch import Launch
 
 draw_head, finish_weights = for_python(drawing.draw_head, drawing.finish_weights)
 
@@ -157,8 +156,8 @@ class Drawn:
     """A draw of two rows, one of them padded, of 150 blocks or more where there are chunks; and what it should be."""
 
     def __init__(
-        self, kind: tuple[int, int], blocks: int, samples: int, join: str = "max", threads: int = 2, dim: int = 64,
-        nan: bool = False, outliers: float = 0.01,
+        self, kind: tuple[int, int], blocks: int, samples: int, join: str = "max", dim: int = 64, nan: bool = False,
+        outliers: float = 0.01, threads: int = 2,
     ) -> None:  # fmt: skip
         torch.manual_seed(blocks)
         group, count = kind
@@ -197,61 +196,40 @@ class Drawn:
         self.outliers = [[_outliers(digest, row, h) for h in range(kv_heads)] for row in case.table[:, :blocks]]
         self.always = [{*range(int(low[b]), int(high[b])), *range(self.last, -(-length // 2))} for b in range(batch)]
 
-    def lists(self) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Row, KV head, pairs and weights of each list."""
-        counts = [(b, h, int(self.counts[b, h])) for b, h in np.ndindex(2, 2)]
-        return [(b, h, self.pairs[b, h, :n].long(), self.weights[b, h, :n]) for b, h, n in counts]
-
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "samples", "join", "dim"),
+    ("kind", "blocks", "samples", "join", "dim", "outliers"),
     [
-        (LARGE_KIND, 300, 200, "max", 64),
-        (LARGE_KIND, 17, 32, "max", 64),
-        (SMALL_KIND, 129, 64, "mean", 64),
-        pytest.param((5, 4), 257, 100, "max", 80, marks=pytest.mark.slow),
-        pytest.param((1, 32), 140, 500, "mean", 16, marks=pytest.mark.slow),
+        (LARGE_KIND, 300, 200, "max", 64, 0.01),
+        (LARGE_KIND, 17, 32, "max", 64, 0.01),
+        (SMALL_KIND, 129, 64, "mean", 64, 0.01),
+        (SMALL_KIND, 17, 10**8, "max", 64, 0.01),  # every pair with tokens
+        (SMALL_KIND, 300, 200, "max", 64, 1.0),  # more outliers than lists have room for
+        pytest.param((5, 4), 257, 100, "max", 80, 0.01, marks=pytest.mark.slow),
+        pytest.param((1, 32), 140, 500, "mean", 16, 0.01, marks=pytest.mark.slow),
     ],
 )
-def test_a_draw(kind: tuple[int, int], blocks: int, samples: int, join: str, dim: int) -> None:
-    found = Drawn(kind, blocks, samples, join, dim=dim)
-    for b, h, pairs, weights in found.lists():
-        first, begins = int(found.first[b]), int(found.begins[b])
+def test_a_draw(kind: tuple[int, int], blocks: int, samples: int, join: str, dim: int, outliers: float) -> None:
+    found = Drawn(kind, blocks, samples, join, dim, outliers=outliers)
+    for b, h in np.ndindex(2, 2):
+        n, first, begins = int(found.counts[b, h]), int(found.first[b]), int(found.begins[b])
+        pairs, weights = found.pairs[b, h, :n].long(), found.weights[b, h, :n]
         between = (pairs >= first) & (pairs < found.last)
         assert {*pairs.tolist()} - {*pairs[between].tolist()} == found.always[b]
         assert (weights[~between] == 0).all()
         among = torch.zeros(found.shares.shape[2], dtype=torch.bool)
         among[first : found.last] = True
+        marked = torch.nn.functional.pad(found.outliers[b][h], (0, len(among) - len(found.outliers[b][h])))
         position = found.length - 1 - 2 * begins
-        outliers = torch.nn.functional.pad(found.outliers[b][h], (0, len(among) - len(found.outliers[b][h])))
-        check_drawn(pairs, weights, found.shares[b, h], outliers, among, samples, begins, position)
+        check_drawn(pairs, weights, found.shares[b, h], marked, among, samples, begins, position)
+    again = Drawn(kind, blocks, samples, join, dim, outliers=outliers, threads=4)
+    for name in ("pairs", "weights", "counts"):
+        torch.testing.assert_close(getattr(found, name), getattr(again, name), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_query_of_nan_lists_no_more_pairs_than_there_is_room_for() -> None:
     found = Drawn(SMALL_KIND, 300, 20, nan=True)
     assert found.counts.tolist() == [[len(row)] * 2 for row in found.always]
-
-
-def test_of_many_outliers_one_pair_in_64_is_listed() -> None:
-    """The lists have room for no more; the others are drawn as they would be."""
-    found = Drawn(SMALL_KIND, 300, 200, outliers=1.0)
-    for b, h, pairs, _ in found.lists():
-        assert {*found.outliers[b][h].nonzero().flatten().tolist()} <= {*pairs.tolist(), *range(found.first[b])}
-
-
-def test_threads_do_not_change_a_draw() -> None:
-    one, other = (Drawn(SMALL_KIND, 300, 200, threads=threads) for threads in (1, 4))
-    for name in ("pairs", "weights", "counts"):
-        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=0, equal_nan=True)
-
-
-def test_with_many_samples_every_pair_with_tokens_is_listed() -> None:
-    found = Drawn(SMALL_KIND, 17, 10**8)
-    for b, h, pairs, weights in found.lists():
-        assert (weights == 0).all()
-        first, last = int(found.first[b]), found.last
-        there = first + (found.shares[b, h, first:last] > 1e-7).nonzero().flatten()
-        assert {*there.tolist()} <= {*pairs.tolist()}
 
 
 @pytest.mark.parametrize("marked", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -367,37 +345,28 @@ def test_what_is_resident_changes_no_other_decision() -> None:
             assert len(one) > 20
 
 
-def test_arguments_that_do_not_fit() -> None:
-    case = make_case(1, 1, 32, 16, 40, torch.float32, (0,))
-    digest, _ = _digests(len(case.clean), 8, 32)
-    one = digest._replace(
-        codes=digest.codes[:, :1].copy(), levels=digest.levels[:, :1].copy(), sizes=digest.sizes[:, :1].copy(),
-        center=digest.center[:1, :1].copy(), sigma=digest.sigma[:1, :1].copy(),
-    )  # fmt: skip
-
-    def make(
-        digest: Any = one, room: int = 24, samples: int = 4, join: str = "max", masses: int = 144, sinks: int = 0,
-        recent: int = 0, tail: np.ndarray[Any, Any] | None = None,
-    ) -> Launch:  # fmt: skip
-        low, high = np.zeros(1, np.int32), np.full(1, sinks, np.int32)
-        return draw_pairs(
-            np.zeros((1, 1, 32), np.float32), digest, case.table.numpy(), Always(low, high, recent),
-            Thresholds.of(0, low, 16), np.empty((1, 1, masses), MASSES), PairLists.of(1, 1, room), n_sealed=2,
-            length=40, samples=samples, join=join, scale=0.2, softcap=None,
-            unsealed=case.host_blocks, tail=tail,
-        )  # fmt: skip
-
-    make()
-    means = vectors(
-        np.zeros((1, 1, 32), np.float32), np.zeros((8, 1, 32), np.float32), np.zeros(8, np.float32), dtype=torch.float32
-    )
-    for wrong, why in (
-        ({"digest": means}, "pairs need a digest with a score for each"),
-        ({"room": 23}, "up to 24 may be drawn"),
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"digest": None}, "pairs need a digest with a score for each"),
+        ({"lists": PairLists.of(1, 2, 23)}, "up to 24 may be drawn"),
         ({"samples": 0}, "samples 0"),
         ({"join": "raw"}, "join 'raw'"),
-        ({"masses": 143}, "masses"),
-        ({"tail": np.zeros((1, 1), np.float32)}, "one of unsealed and tail"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            make(**wrong)
+        ({"masses": np.empty((1, 2, 143), MASSES)}, "masses"),
+        ({"tail": np.zeros((1, 2), np.float32)}, "one of unsealed and tail"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes: dict[str, Any], why: str) -> None:
+    case, low = make_case(1, 2, 32, 16, 40, torch.float32, (0,)), np.zeros(1, np.int32)
+    query = np.zeros((1, 2, 32), np.float32)
+    means = vectors(query, np.zeros((8, 2, 32), np.float32), np.zeros(8, np.float32), dtype=torch.float32)
+    given: dict[str, Any] = {
+        "query": query, "digest": random_submeans(1, len(case.clean), 8, 32)[0], "table": case.table.numpy(),
+        "listed": Always(low, low, 0), "thresholds": Thresholds.of(0, low, 16), "masses": np.empty((1, 2, 144), MASSES),
+        "lists": PairLists.of(1, 2, 24), "n_sealed": 2, "length": 40, "samples": 4, "join": "max", "scale": 0.2,
+        "softcap": None, "unsealed": case.host_blocks,
+    }  # fmt: skip
+    draw_pairs(**given)
+    given |= {name: means if name == "digest" else value for name, value in changes.items()}
+    with pytest.raises(ValueError, match=why):
+        draw_pairs(**given)
