@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,6 +99,19 @@ def in_memory(tier: str, knobs: dict[str, Any]) -> dict[str, Any]:
     """Knobs of a policy that looks a layer ahead where there are two memories; with one that is refused."""
     one = tier == "one" and knobs.get("lookahead") in ("attend", "select")
     return knobs | {"lookahead": "off"} if one else knobs
+
+
+@torch.no_grad()
+def feed(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: Iterable[int]
+) -> list[torch.Tensor]:
+    """Let a cache take in the tokens between cuts, piece by piece; the logits `[B, n, V]` of each."""
+    logits = []
+    for first, stop in itertools.pairwise(cuts):
+        positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions, "past_key_values": cache}
+        logits.append(model(input_ids=ids[:, first:stop], use_cache=True, **given).logits)
+    return logits
 
 
 def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pools import Case, make_case, run
+from pools import UNEVEN, Case, attend, make_case
 from references import cpu as reference
 
-from hf_offload.cpu.kernels.decode_attention import decode_attention
-
-BATCH, HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 3, 64, 16, 200
+DTYPE, GROUP = UNEVEN
+BATCH, HEADS, DIM, BLOCK, LENGTH = 2, 2, 64, 16, 200
 
 
 def _random(case: Case, query: torch.Tensor) -> None:
@@ -59,7 +58,7 @@ CASES = [(seed, "random") for seed in range(20)] + [(seed, kind) for kind in KIN
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+    [DTYPE, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
     ids=str,
 )
 @pytest.mark.parametrize(("seed", "kind"), CASES)
@@ -71,12 +70,8 @@ def test_decode(seed: int, kind: str, dtype: torch.dtype) -> None:
     count = case.table.shape[1]
     blocks = torch.arange(count, dtype=torch.int32).expand(BATCH, HEADS, -1).contiguous()
     counts = torch.full((BATCH, HEADS), count, dtype=torch.int32)
-    out, lse = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0)
-    launch = decode_attention(
-        query.numpy(), case.host_blocks(dtype), blocks.numpy(), counts.numpy(), LENGTH, out.numpy(), lse.numpy(),
-        scale=DIM**-0.5, softcap=None,
-    )  # fmt: skip
-    run(launch, threads=2)
+    given = blocks, counts, LENGTH
+    out, lse, *_ = attend(query, case.host_blocks, *given, scale=DIM**-0.5, means=False, threads=2)
     want_out, want_lse, _ = reference.attend_blocks(
         query, case.clean, case.table, blocks, counts, case.valid, LENGTH, scale=DIM**-0.5, softcap=None
     )

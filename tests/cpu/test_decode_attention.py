@@ -1,4 +1,4 @@
-"""`decode_attention` to blocks against float64; `test_pairs.py` has that to pairs."""
+"""`decode_attention` to blocks and to pairs of tokens, plain and packed, against float64; the parts of a list."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pools import Case, for_python, make_case, run
+from pools import HALF, TINY, UNEVEN, Case, attend, for_python, make_case, packed_case
 from references import cpu as reference
 
 from hf_offload.cpu.kernels import parts as splitting
 from hf_offload.cpu.kernels.block import STEP_TOKENS
-from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
+from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, Pairs, decode_attention
 from hf_offload.cpu.kernels.parts import PART_TOKENS
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import tag_of
@@ -21,111 +21,144 @@ from hf_offload.cpu.launch import tag_of
 most_part_items, part_items = for_python(splitting.most_part_items, splitting.part_items)
 
 
-def _choose(case: Case, kv_heads: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, logical = case.table.shape
-    blocks = torch.full((batch, kv_heads, capacity), 2**30, dtype=torch.int32)  # garbage beyond the count
-    counts = torch.randint(0, min(capacity, logical) + 1, (batch, kv_heads), dtype=torch.int32)
-    counts[0, 0], counts[-1, -1] = 0, min(capacity, logical)
-    for b in range(batch):
-        for h in range(kv_heads):
-            count = int(counts[b, h])
-            picked = torch.randperm(logical)[:count].int()
-            if count and logical - 1 not in picked:
-                picked[0] = logical - 1  # the partly filled block
-            blocks[b, h, :count] = picked
-    return blocks, counts
+def draw_lists(shape: tuple[int, int], total: int, room: int, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists of some of so many items, always of the last, and counts; one is empty, one full. Behind it is garbage."""
+    items, most = torch.full((*shape, room), 2**30, dtype=torch.int32), min(room, total)
+    counts = torch.randint(0, most + 1, shape, dtype=torch.int32)
+    counts[0, 0], counts[-1, -1] = 0, most
+    for b, h in np.ndindex(shape):
+        picked = torch.randperm(total)[: int(counts[b, h])].int()
+        if len(picked) and total - 1 not in picked:
+            picked[0] = total - 1
+        items[b, h, : len(picked)] = picked.sort().values if ordered else picked
+    return items, counts
 
 
-def _check(
-    case: Case, group: int, dtype: torch.dtype, softcap: float | None, kbar: bool, threads: int, scores: bool
-) -> None:
-    batch, kv_heads, dim = len(case.table), case.clean.shape[1], case.clean.shape[4]
-    block_size, scale = case.clean.shape[3], dim**-0.5
-    query = torch.randn(batch, kv_heads * group, dim) * 3
-    blocks, counts = _choose(case, kv_heads, capacity=9)
-    out, means = torch.full_like(query, 7), torch.full_like(query, 7)
-    lse, raw = torch.full(query.shape[:2], 7.0), torch.full((*query.shape[:2], 9 * block_size), 7.0)
-    launch = decode_attention(
-        query.numpy(), case.host_blocks(dtype), blocks.numpy(), counts.numpy(), case.length, out.numpy(), lse.numpy(),
-        means.numpy() if kbar else None, scale=scale, softcap=softcap, scores=raw.numpy() if scores else None,
-    )  # fmt: skip
-    assert launch.tasks % (batch * kv_heads) == 0
-    assert launch.cost > 0
-    run(launch, threads)
-    want = reference.attend_blocks(
-        query, case.clean, case.table, blocks, counts, case.valid, case.length, scale=scale, softcap=softcap
-    )
-    bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item())
-    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=bound)
-    torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
-    if kbar:
-        torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
-    if scores:
-        expected = reference.listed_scores(
-            query, case.clean, case.table, blocks, counts, case.valid, case.length, scale=scale, softcap=softcap
-        )
-        torch.testing.assert_close(raw.double(), expected.nan_to_num(7.0, neginf=-math.inf), rtol=0, atol=bound)
+def make(dtype: torch.dtype, packed: bool, dim: int, block_size: int, length: int) -> Case:
+    """Ragged rows, of which a plain one has no valid token."""
+    if packed:
+        return packed_case(2, 2, dim, block_size, length, dtype)
+    return make_case(3, 2, dim, block_size, length, dtype, padding=(0, block_size + 3, length), scattered=0.05)
 
 
-# Head tiles compile separately: the sizes are spread over dtypes so that every one is met, few of them twice.
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("group", "dim", "block_size", "dtype"),
-    [
-        (3, 64, 32, torch.bfloat16),
-        (3, 96, 8, torch.bfloat16),
-        (3, 16, 128, torch.bfloat16),
-        (3, 80, 32, torch.bfloat16),
-        (1, 128, 16, torch.float32),
-        (5, 64, 64, torch.float16),
-        pytest.param(7, 80, 32, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(12, 128, 8, torch.float16, marks=pytest.mark.slow),
-        pytest.param(12, 64, 32, torch.float16, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_decode(group: int, dim: int, block_size: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(group)
-    length = 5 * block_size + 3
-    case = make_case(3, 2, dim, block_size, length, dtype, padding=(0, block_size + 3, length), scattered=0.05)
-    _check(case, group, dtype, softcap=None, kbar=True, threads=1, scores=True)
+def bound_of(lse: torch.Tensor, packed: bool) -> float:
+    return 1e-4 if packed else 1e-5 * (1 + lse[lse.isfinite()].abs().max().item())
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
-@pytest.mark.parametrize("kbar", [False, True])
-def test_decode_softcap(softcap: float | None, kbar: bool) -> None:
-    torch.manual_seed(1)
-    for block_size in (8, 32):
-        case = make_case(2, 3, 64, block_size, 4 * block_size, torch.bfloat16, padding=(0, block_size // 2))
-        _check(case, 3, torch.bfloat16, softcap, kbar, threads=1, scores=not kbar)
+SLOW = pytest.mark.slow  # tiles and dtypes that no other test compiles
+BLOCKS = [  # (dtype, group), packed, head size, block size, softcap
+    (TINY, False, 128, 16, None),
+    (TINY, False, 80, 32, 50.0),
+    (UNEVEN, False, 96, 8, 5.0),
+    (UNEVEN, False, 16, 128, None),
+    (UNEVEN, False, 64, 64, None),
+    (TINY, True, 64, 32, None),
+    (TINY, True, 16, 128, 20.0),
+    (TINY, True, 96, 8, None),
+    pytest.param((torch.float16, 12), False, 128, 8, None, marks=SLOW),
+    pytest.param((torch.float16, 4), True, 128, 32, 20.0, marks=SLOW),
+    pytest.param((torch.bfloat16, 5), True, 256, 64, None, marks=SLOW),
+]
+PAIRS = [
+    (TINY, False, 128, 16, None),
+    (HALF, False, 64, 32, 5.0),
+    (HALF, False, 96, 8, None),
+    (HALF, False, 16, 128, 50.0),
+    (TINY, True, 64, 32, None),
+    (TINY, True, 16, 128, 20.0),
+    (TINY, True, 96, 8, 20.0),
+    pytest.param((torch.bfloat16, 7), False, 80, 32, None, marks=SLOW),
+    pytest.param((torch.float16, 12), False, 256, 8, 5.0, marks=SLOW),
+    pytest.param((torch.float16, 5), True, 80, 16, 20.0, marks=SLOW),
+]
+columns = ("kind", "packed", "dim", "block_size", "softcap")
 
 
-def test_decode_shared_by_threads() -> None:
+@pytest.mark.parametrize(columns, BLOCKS, ids=str)
+def test_blocks(kind: tuple[torch.dtype, int], packed: bool, dim: int, block_size: int, softcap: float | None) -> None:
+    dtype, group = kind
+    torch.manual_seed(dim)
+    length, scale = 5 * block_size + 3, dim**-0.5
+    case = make(dtype, packed, dim, block_size, length)
+    batch = len(case.table)
+    query = torch.randn(batch, 2 * group, dim) * (0.5 if packed else 3)
+    blocks, counts = draw_lists((batch, 2), case.table.shape[1], 9, ordered=False)
+    given = query, case.host_blocks, blocks, counts, length
+    asked = query, case.clean, case.table, blocks, counts, case.valid, length
+    want = reference.attend_blocks(*asked, scale=scale, softcap=softcap)
+    expected = reference.listed_scores(*asked, scale=scale, softcap=softcap).nan_to_num(7.0, neginf=-math.inf)
+    bound = bound_of(want[1], packed)
+    one, two = (attend(*given, scale=scale, softcap=softcap, scores=True, threads=threads) for threads in (1, 3))
+    assert all(map(torch.equal, one, two))
+    out, lse, kbar, scores = attend(*given, scale=scale, softcap=softcap, means=False)
+    assert (kbar == 7).all()
+    assert (scores == 7).all()
+    for got, right in zip((*one, out, lse), (*want, expected, *want[:2]), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(columns, PAIRS, ids=str)
+def test_pairs(kind: tuple[torch.dtype, int], packed: bool, dim: int, block_size: int, softcap: float | None) -> None:
+    """Weights of drawn pairs, tokens that are left out, and errors that are told and counted."""
+    dtype, group = kind
+    torch.manual_seed(dim)
+    length, scale = 12 * block_size + 3, dim**-0.5
+    case = make(dtype, packed, dim, block_size, length)
+    shape = len(case.table), 2
+    query = torch.randn(shape[0], 2 * group, dim) * (0.5 if packed else 3)
+    total = 13 * block_size // 2
+    pairs, counts = draw_lists(shape, total, total - 5, ordered=True)
+    weights = torch.rand(pairs.shape) * 3 * (torch.rand(pairs.shape) < 0.8)
+    weights[torch.arange(pairs.shape[2]) >= counts[..., None]] = math.nan
+    portion = torch.rand(query.shape[:2])
+    for skipped in (None, (torch.rand(*shape, 13 * block_size) < 0.3).byte()):
+        want = reference.attend_pairs(
+            query, case.clean, case.table, pairs, weights, counts, case.valid, length, portion, skipped,
+            scale=scale, softcap=softcap,
+        )  # fmt: skip
+        found = []
+        for threads in (1, 3):
+            errors, tally = torch.full(query.shape[:2], 7.0), np.zeros(2 + ERROR_BINS, np.int64)
+            marks = None if skipped is None else skipped.numpy()
+            more = Pairs.of(
+                weights.numpy(), 2 * group, skipped=marks, portion=portion.numpy(), errors=errors.numpy(), tally=tally
+            )
+            given = query, case.host_blocks, pairs, counts, length
+            found.append((*attend(*given, scale=scale, softcap=softcap, pairs=more, threads=threads)[:3], errors))
+            assert tally[0] == tally[2:].sum() == errors.numel()
+            assert tally[1] / 2**32 == pytest.approx(float(errors.double().sum()), rel=1e-5, abs=1e-6)
+            octaves = ERROR_STEPS * (errors.double().clamp(min=1e-30).log2() - LEAST_ERROR)
+            bins = octaves.floor().clamp(0, ERROR_BINS - 1).long().flatten()
+            assert (np.bincount(bins, minlength=ERROR_BINS) == tally[2:]).all()
+        assert all(map(torch.equal, *found))
+        for got, right in zip(found[0][:3], want[:3], strict=True):
+            torch.testing.assert_close(got.double(), right, rtol=0, atol=bound_of(want[1], packed))
+        torch.testing.assert_close(found[0][3].double(), want[3], rtol=1e-3, atol=1e-5)
+
+
+def test_many_rows_are_shared_by_threads() -> None:
     torch.manual_seed(2)
-    case = make_case(16, 4, 64, 32, 32 * 9 + 1, torch.bfloat16, padding=(5,) * 16)
+    dtype, group = UNEVEN
+    case = make_case(16, 4, 64, 32, 32 * 9 + 1, dtype, padding=(5,) * 16)
+    query = torch.randn(16, 4 * group, 64) * 3
+    blocks, counts = draw_lists((16, 4), 10, 9, ordered=False)
+    asked = query, case.clean, case.table, blocks, counts, case.valid, case.length
+    want = reference.attend_blocks(*asked, scale=0.125, softcap=None)
     for _ in range(5):
-        _check(case, 3, torch.bfloat16, None, True, threads=4, scores=True)
+        found = attend(query, case.host_blocks, blocks, counts, case.length, scale=0.125, threads=4)
+        for got, right in zip(found, want, strict=False):
+            torch.testing.assert_close(got.double(), right, rtol=0, atol=bound_of(want[1], packed=False))
 
 
 def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
     torch.manual_seed(6)
     case = make_case(1, 2, 32, 16, 2400, torch.float32, (0,), scattered=0.0)
-    query, counts = torch.randn(1, 4, 32), torch.tensor([[149, 70]], dtype=torch.int32)
-    found = []
+    query, counts, found = torch.randn(1, 4, 32), torch.tensor([[149, 70]], dtype=torch.int32), []
     for capacity in (150, 1500):
         blocks = torch.full((1, 2, capacity), 2**30, dtype=torch.int32)
-        for h in range(2):
-            blocks[0, h, : counts[0, h]] = torch.arange(counts[0, h], dtype=torch.int32)
-        out, lse = torch.empty_like(query), torch.empty(1, 4)
-        launch = decode_attention(
-            query.numpy(), case.host_blocks(torch.float32), blocks.numpy(), counts.numpy(), case.length, out.numpy(),
-            lse.numpy(), scale=0.2, softcap=None,
-        )  # fmt: skip
-        run(launch, threads=2)
-        found.append((launch.tasks, out, lse))
-    assert found[0][0] < found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][2], found[1][2])
+        blocks[..., :149] = torch.arange(149, dtype=torch.int32)
+        found.append(attend(query, case.host_blocks, blocks, counts, case.length, scale=0.2, threads=2)[:3])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 170, 600, 2048])
@@ -150,19 +183,27 @@ def test_no_count_makes_larger_parts_than_there_is_room_for(block_size: int) -> 
 
 def test_large_scores_stay_finite() -> None:
     torch.manual_seed(3)
-    case = make_case(1, 1, 64, 8, 40, torch.bfloat16, padding=(0,))
-    query = torch.randn(1, 3, 64) * 1e4
-    blocks, counts = torch.arange(5).int().view(1, 1, 5), torch.tensor([[5]]).int()
-    out, lse = torch.empty_like(query), torch.empty(1, 3)
-    decode_attention(
-        query.numpy(), case.host_blocks(torch.bfloat16), blocks.numpy(), counts.numpy(), 40, out.numpy(), lse.numpy(),
-        scale=1.0, softcap=None,
-    )()  # fmt: skip
-    want = reference.attend_blocks(
-        query, case.clean, case.table, blocks, counts, case.valid, 40, scale=1.0, softcap=None
-    )
+    dtype, group = UNEVEN
+    case = make_case(1, 1, 64, 8, 40, dtype, padding=(0,))
+    query, blocks = torch.randn(1, group, 64) * 1e4, torch.arange(5).int().view(1, 1, 5)
+    counts = torch.tensor([[5]]).int()
+    out, lse, *_ = attend(query, case.host_blocks, blocks, counts, 40, scale=1.0)
+    asked = query, case.clean, case.table, blocks, counts, case.valid, 40
+    want = reference.attend_blocks(*asked, scale=1.0, softcap=None)
     torch.testing.assert_close(lse.double(), want[1], rtol=1e-6, atol=0)
     torch.testing.assert_close(out.double(), want[0], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_query_that_is_not_finite_does_not_go_unnoticed(packed: bool) -> None:
+    case = packed_case(1, 1, 16, 8, 16, torch.float32) if packed else make_case(1, 1, 16, 8, 16, torch.float32, (0,))
+    query = torch.ones(1, 2, 16)
+    query[0, :, 5] = math.nan
+    for block in (0, 1):
+        given = torch.full((1, 1, 1), block, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+        out, lse, *_ = attend(query, case.host_blocks, *given, 16, scale=1.0)
+        assert lse.isnan().all()
+        assert out.isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -180,28 +221,17 @@ def test_large_scores_stay_finite() -> None:
         ({"scores": np.zeros((1, 3, 128), np.float32), "pairs": True}, ValueError, "scores=None with pairs"),
     ],
 )
-def test_decode_refuses(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    byte, word, f32 = np.uint8, np.int32, np.float32
     given: dict[str, Any] = {
-        "query": np.zeros((1, 3, 64), np.float32),
-        "tag": tag_of(torch.bfloat16),
-        "block_ptr": np.zeros(4, np.int64),
-        "table": np.zeros((1, 4), np.int32),
-        "holes": np.zeros((1, 4), np.uint8),
-        "valid": np.zeros((1, 128), np.uint8),
-        "block_size": 32,
-        "items": np.zeros((1, 1, 4), np.int32),
-        "counts": np.zeros((1, 1), np.int32),
-        "length": 128,
-        "out": np.zeros((1, 3, 64), np.float32),
-        "lse": np.zeros((1, 3), np.float32),
-        "scale": 1.0,
-        "softcap": None,
-        "pairs": None,
-    }
-    given |= changes
+        "tag": tag_of(torch.bfloat16), "block_ptr": np.zeros(4, np.int64), "table": np.zeros((1, 4), word),
+        "holes": np.zeros((1, 4), byte), "valid": np.zeros((1, 128), byte), "block_size": 32,
+        "query": np.zeros((1, 3, 64), f32), "items": np.zeros((1, 1, 4), word), "counts": np.zeros((1, 1), word),
+        "length": 128, "out": np.zeros((1, 3, 64), f32), "lse": np.zeros((1, 3), f32), "scale": 1.0, "softcap": None,
+    } | changes  # fmt: skip
     given["blocks"] = HostBlocks(**{name: given.pop(name) for name in HostBlocks._fields if name in given})
-    if given["pairs"]:
-        given["pairs"] = Pairs.of(np.zeros((1, 1, 4), np.float32), 3)
+    if given.get("pairs"):
+        given["pairs"] = Pairs.of(np.zeros((1, 1, 4), f32), 3)
     with pytest.raises(error, match=text):
         decode_attention(**given)
 

@@ -1,7 +1,4 @@
-"""`block_topk.choose_blocks` with every digest, and `gpu.seal`, against float64.
-
-Kernels are compiled for each dtype and tile of heads; the quick tests have the common ones.
-"""
+"""`block_topk.choose_blocks` with every digest, and `gpu.seal`, against float64."""
 
 from __future__ import annotations
 
@@ -11,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pools import bits, given_masses, make_case, run
+from pools import TINY, UNEVEN, bits, given_masses, make_case, random_submeans, run
 from references import cpu as reference
 from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, vectors
-from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 JOINS = ("max", "mean", "raw")
+SLOW = pytest.mark.slow  # tiles of heads and digests that no other test compiles
+CAP = 0.7
 
 
 def _table(batch: int, physical: int, blocks: int) -> torch.Tensor:
@@ -50,95 +48,63 @@ def _check(score: torch.Tensor, logmass: torch.Tensor, tail: torch.Tensor, join:
     torch.testing.assert_close(score.double(), want, rtol=max(1e-4, 20 * atol), atol=20 * atol)
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
-    ("group", "width", "dtype", "blocks", "softcap"),
+    ("kind", "softcap", "shapes"),
     [
-        (3, 128, torch.bfloat16, 37, None),
-        (3, 64, torch.bfloat16, 4, None),
-        (3, 16, torch.bfloat16, 1, None),
-        pytest.param(1, 160, torch.float32, 1031, None, marks=pytest.mark.slow),
-        pytest.param(12, 128, torch.float16, 30, 0.7, marks=pytest.mark.slow),
+        (UNEVEN, CAP, [(128, 37), (64, 4), (16, 1)]),
+        (TINY, None, [(160, 1031), (64, 30)]),
+        pytest.param((torch.float16, 12), CAP, [(128, 30)], marks=SLOW),
     ],
 )
-def test_vectors(group: int, width: int, dtype: torch.dtype, blocks: int, softcap: float | None, join: str) -> None:
-    torch.manual_seed(group)
-    query, digests = torch.randn(2, 2 * group, width) / 4, torch.randn(blocks + 3, 2, width).to(dtype)
-    bias, tail = torch.randn(blocks + 3), torch.randn(2, 2 * group)
-    table = _table(2, blocks + 3, blocks)
-    dead = int(table[0, 0])
-    bias[dead], digests[dead] = -math.inf, math.nan
-    digest = vectors(query.numpy(), bits(digests), bias.numpy(), dtype=dtype)
-    score = _score(query, digest, table, 2, blocks, tail, join, softcap=softcap)
-    assert (score[0, :, 0] == -math.inf).all()
-    _check(score, reference.score_vectors(query, digests, bias, table, blocks, softcap), tail, join)
+def test_vectors(kind: tuple[torch.dtype, int], softcap: float | None, shapes: list[tuple[int, int]]) -> None:
+    dtype, group = kind
+    for width, blocks in shapes:
+        torch.manual_seed(group)
+        query, digests = torch.randn(2, 2 * group, width) / 4, torch.randn(blocks + 3, 2, width).to(dtype)
+        bias, tail = torch.randn(blocks + 3), torch.randn(2, 2 * group)
+        table = _table(2, blocks + 3, blocks)
+        dead = int(table[0, 0])
+        bias[dead], digests[dead] = -math.inf, math.nan
+        digest = vectors(query.numpy(), bits(digests), bias.numpy(), dtype=dtype)
+        want = reference.score_vectors(query, digests, bias, table, blocks, softcap)
+        for join in JOINS:
+            score = _score(query, digest, table, 2, blocks, tail, join, softcap=softcap, kv_dtype=dtype)
+            assert (score[0, :, 0] == -math.inf).all()
+            _check(score, want, tail, join)
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
-    ("count", "dim", "group", "blocks", "softcap"),
+    ("count", "group", "softcap", "shapes"),
     [
-        (8, 64, 2, 1037, None),
-        (8, 80, 2, 5, 1.5),
-        (4, 16, 3, 33, None),
-        pytest.param(4, 128, 5, 21, 0.5, marks=pytest.mark.slow),
-        pytest.param(16, 64, 3, 275, None, marks=pytest.mark.slow),
-        pytest.param(16, 64, 3, 1, 3.0, marks=pytest.mark.slow),
-        pytest.param(16, 64, 7, 1, None, marks=pytest.mark.slow),
-        pytest.param(32, 96, 3, 18, None, marks=pytest.mark.slow),
-        pytest.param(64, 64, 4, 19, 1.5, marks=pytest.mark.slow),
+        (8, 2, None, [(64, 1037), (80, 5), (16, 33)]),
+        (8, 2, 1.5, [(80, 5), (64, 275)]),
+        pytest.param(4, 5, 0.5, [(128, 21)], marks=SLOW),
+        pytest.param(16, 7, None, [(64, 1)], marks=SLOW),
+        pytest.param(32, 3, None, [(96, 18)], marks=SLOW),
+        pytest.param(64, 4, 1.5, [(64, 19)], marks=SLOW),
     ],
 )
-def test_submeans(count: int, dim: int, group: int, blocks: int, softcap: float | None, join: str) -> None:
-    torch.manual_seed(count)
-    physical = blocks + 3
-    codes = torch.randint(-7, 8, (physical, 2, count, dim), dtype=torch.int8)
-    levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
-    scales, sizes = ((torch.rand(physical, 2, count) * 0.3).bfloat16().float() for _ in range(2))
-    bias = torch.randint(0, 3, (physical, count)).float().log()  # some pairs have no token
-    bias[:3] = -math.inf
-    center, sigma = torch.randn(2, 2, dim), torch.rand(2, 2, dim) + 0.5
-    table = _table(2, physical, blocks)
-    query, tail, scale = torch.randn(2, 2 * group, dim), torch.randn(2, 2 * group), dim**-0.5
-    logmass = reference.score_submeans(
-        query, codes, levels, scales, sizes, bias, center, sigma, table, blocks, scale=scale, softcap=softcap
-    )
-    scales[bias[:, None].expand(scales.shape) == -math.inf] = math.nan
-    arrays = (pack_codes(codes), pack_levels(levels), pack_halves(scales, sizes), bias, center, sigma)
-    score = _score(
-        query, submeans(*(x.numpy() for x in arrays)), table, 2, blocks, tail, join, scale=scale, softcap=softcap
-    )
-    _check(score, logmass, tail, join, atol=1e-3)  # log cosh is a polynomial
+def test_submeans(count: int, group: int, softcap: float | None, shapes: list[tuple[int, int]]) -> None:
+    for dim, blocks in shapes:
+        torch.manual_seed(count)
+        digest, parts = random_submeans(2, blocks + 3, count, dim)
+        digest.bias[:3], parts[4][:3] = -np.inf, -math.inf
+        table = _table(2, blocks + 3, blocks)
+        query, tail, scale = torch.randn(2, 2 * group, dim), torch.randn(2, 2 * group), dim**-0.5
+        logmass = reference.score_submeans(query, *parts, table, blocks, scale=scale, softcap=softcap)
+        for join in JOINS:
+            score = _score(query, digest, table, 2, blocks, tail, join, scale=scale, softcap=softcap)
+            _check(score, logmass, tail, join, atol=1e-3)  # log cosh is a polynomial
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("join", JOINS)
-@pytest.mark.parametrize(
-    ("group", "blocks"),
-    [
-        (2, 37),
-        (2, 1),
-        pytest.param(5, 513, marks=pytest.mark.slow),
-        pytest.param(1, 16, marks=pytest.mark.slow),
-        pytest.param(3, 513, marks=pytest.mark.slow),
-    ],
-)
-def test_masses_that_are_given(group: int, blocks: int, join: str) -> None:
+def test_masses_that_underflow_and_rows_without_any(join: str) -> None:
     torch.manual_seed(0)
-    logmass = torch.randn(2, 2 * group, blocks) * 8
-    logmass[0, 0] -= 300  # a head whose blocks vanish beside its tail: shares underflow to 0
-    logmass[1, :, ::3] = -math.inf
-    tail = torch.randn(2, 2 * group)
-    tail[1, 0] = -math.inf
-    query = torch.zeros(2, 2 * group, 16)
-    score = _score(query, *given_masses(logmass, 2), 2, blocks, tail, join)
-    _check(score, logmass, tail, join)
-
-
-@pytest.mark.parametrize("join", JOINS)
-def test_nothing_to_score(join: str) -> None:
+    for blocks in (37, 1, 513):
+        logmass, tail = torch.randn(2, 4, blocks) * 8, torch.randn(2, 4)
+        logmass[0, 0] -= 300  # a head whose blocks vanish beside its tail: shares underflow to 0
+        logmass[1, :, ::3], tail[1, 0] = -math.inf, -math.inf
+        _check(_score(torch.zeros(2, 4, 16), *given_masses(logmass, 2), 2, blocks, tail, join), logmass, tail, join)
     query, tail = torch.zeros(1, 2, 16), torch.full((1, 2), -math.inf)
     digest, table = given_masses(torch.full((1, 2, 5), -math.inf), 1)
     assert (_score(query, digest, table, 1, 5, tail, join) == -math.inf).all()
@@ -147,15 +113,11 @@ def test_nothing_to_score(join: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "block_size", "softcap", "dtype"),
-    [
-        (2, 8, None, torch.float32),
-        (3, 32, 2.0, torch.bfloat16),
-        pytest.param(12, 128, 5.0, torch.bfloat16, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("kind", "block_size", "softcap"),
+    [(TINY, 8, None), (UNEVEN, 32, CAP), pytest.param((torch.bfloat16, 12), 128, 5.0, marks=SLOW)],
 )
-def test_the_tail_is_read(group: int, block_size: int, softcap: float | None, dtype: torch.dtype) -> None:
+def test_the_tail_is_read(kind: tuple[torch.dtype, int], block_size: int, softcap: float | None) -> None:
+    dtype, group = kind
     torch.manual_seed(4)
     length = 3 * block_size + 1
     case = make_case(3, 2, 64, block_size, length, dtype, padding=(0, block_size + 2, length))
@@ -163,16 +125,18 @@ def test_the_tail_is_read(group: int, block_size: int, softcap: float | None, dt
     for sealed in (0, 2, 3, 4):
         logmass = torch.randn(3, 2 * group, sealed)
         tail = torch.full((3, 2 * group), 7.0)
+        digest, table = given_masses(logmass, 2, case.table, dtype)
         score = _score(
-            query, *given_masses(logmass, 2, case.table), 2, sealed, tail, "max", scale=0.125, softcap=softcap,
-            kv_dtype=dtype, unsealed=case.host_blocks(dtype), length=length,
+            query, digest, table, 2, sealed, tail, "max", scale=0.125, softcap=softcap, kv_dtype=dtype,
+            unsealed=case.host_blocks, length=length,
         )  # fmt: skip
         want = reference.tail_lse(
             query, case.clean, case.table, sealed, length, case.valid, scale=0.125, softcap=softcap
         )
         torch.testing.assert_close(tail.double(), want, rtol=0, atol=1e-5 * (1 + 20))
         assert (want[2] == -math.inf).all()
-        _check(score, logmass if softcap is None else softcap * (logmass / softcap).tanh(), want, "max")
+        logmass = logmass.to(dtype)
+        _check(score, logmass if softcap is None else softcap * (logmass.double() / softcap).tanh(), want, "max")
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -199,10 +163,8 @@ def test_refusals() -> None:
         _score(query, digest, table, 1, 6, tail, "max")
     with pytest.raises(ValueError, match="3 query heads"):
         _score(torch.zeros(1, 3, 16), digest, table, 2, 5, torch.zeros(1, 3), "max")
-    pairs = (np.zeros((3, 1, 256), np.uint8), np.zeros((3, 1, 2, 16), np.int32), np.zeros((3, 1, 16), np.int32))
-    other = submeans(*pairs, np.zeros((3, 16), np.float32), *np.zeros((2, 1, 1, 32), np.float32))
     with pytest.raises(ValueError, match="query heads of 16"):
-        _score(query, other, table, 1, 3, tail, "max")
+        _score(query, random_submeans(1, 3, 16, 32)[0], table, 1, 3, tail, "max")
     with pytest.raises(ValueError, match="width 20"):
         vectors(np.zeros((1, 2, 20), np.float32), np.zeros((3, 1, 20), np.float32), np.zeros(3), dtype=torch.float32)
 

@@ -1,17 +1,14 @@
-"""Int8 blocks against plain torch: packing, unpacking, and sparse decode over mixed blocks."""
+"""Int8 blocks against plain torch: packing and unpacking; `test_decode_attention.py` attends them."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 import torch
-from pools import packed_pool
+from pools import DTYPES, attend, pack_blocks, packed_pool
 from references import cpu as reference
 
 from hf_offload.blocks.host_pool import HostPool
-from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, pack_records, packed_bytes, unpack_records
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import tag_of
@@ -19,7 +16,7 @@ from hf_offload.cpu.launch import tag_of
 GEOMETRIES = [(64, 32), (96, 8), (80, 16), (16, 128), (128, 32), (256, 8)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
 def test_what_is_packed_reads_back_as_its_codes_say(dim: int, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(dim)
@@ -55,12 +52,7 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
     content = torch.randn(2, 8, 16)
     content[0, 3], content[1, 5, 2], content[0, :, 7], content[1, 6] = float("nan"), float("inf"), 0.0, 0.0
     pool.slabs[0][0, 0] = content
-    pool.repack(
-        ids,
-        lambda old, new: pack_records(
-            old, old + 8 * 16 * 4, 64, 64, new, kv_dtype=torch.float32, dim=16, block_size=8
-        ).run(),
-    )
+    pack_blocks(pool, ids)
     record = pool.addresses(ids, np.zeros(1, np.int64))
     out = torch.full((2, 8, 16), 7.0)
     place, zero = np.array([out.data_ptr()]), np.zeros(1, np.int32)
@@ -72,58 +64,6 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
     assert (out[0, 3].abs() <= content[0].nan_to_num().abs().amax(0) / 127).all()  # zero, rounded
     assert (out[0, :, 7] == 0).all()
     assert out[1, 5, 2] == 0
-
-
-@pytest.mark.one_in(7)
-@pytest.mark.parametrize(
-    ("group", "dim", "block_size", "dtype", "softcap"),
-    [
-        (2, 64, 32, torch.float32, None),
-        (3, 96, 8, torch.bfloat16, None),
-        (1, 16, 128, torch.float32, 20.0),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)  # compiled for tiles of other sizes
-            for row in (
-                (5, 96, 8, torch.bfloat16, None),
-                (4, 128, 32, torch.float16, 20.0),
-                (16, 256, 64, torch.float16, None),
-                (8, 80, 16, torch.float16, None),
-            )
-        ),
-    ],
-)
-@pytest.mark.parametrize("kbar", [False, True])
-def test_decode_over_packed_and_plain_blocks(
-    group: int, dim: int, block_size: int, dtype: torch.dtype, softcap: float | None, kbar: bool
-) -> None:
-    torch.manual_seed(group)
-    blocks, kv_heads = 7, 2
-    pool, held = packed_pool(kv_heads, dim, block_size, blocks, dtype)
-    length = blocks * block_size - 3
-    table = torch.stack([torch.randperm(blocks) for _ in range(2)]).int()
-    valid = (torch.rand(2, blocks * block_size) < 0.9).to(torch.uint8)
-    holes = (valid.view(2, blocks, block_size) == 0).any(-1).to(torch.uint8)
-    query = torch.randn(2, kv_heads * group, dim) / dim**0.5
-    chosen = torch.stack([torch.randperm(blocks) for _ in range(4)]).view(2, kv_heads, blocks).int()
-    counts = torch.tensor([[blocks, 3], [1, 0]], dtype=torch.int32)
-    out, lse, means = torch.full_like(query, 7), torch.full(query.shape[:2], 7.0), torch.full_like(query, 7)
-    scores = torch.full((*query.shape[:2], blocks * block_size), 7.0)
-    arrays = (table, chosen, counts, holes, valid)
-    tables, picks, many, gaps, seen = (x.numpy() for x in arrays)
-    packed = Int8Records(packed_bytes(dim, block_size))
-    held_blocks = HostBlocks(tag_of(dtype), pool.block_ptr, tables, gaps, seen, block_size, packed)
-    decode_attention(
-        query.numpy(), held_blocks, picks, many, length, out.numpy(), lse.numpy(), means.numpy() if kbar else None,
-        scale=0.3, softcap=softcap, scores=scores.numpy(),
-    ).run()  # fmt: skip
-    want = reference.attend_blocks(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
-    bound = 1e-5 * (1 + want[1][want[1].isfinite()].abs().max().item()) * held.abs().max().item()
-    torch.testing.assert_close(out.double(), want[0], rtol=0, atol=bound)
-    torch.testing.assert_close(lse.double(), want[1], rtol=0, atol=bound)
-    if kbar:
-        torch.testing.assert_close(means.double(), want[2], rtol=0, atol=bound)
-    expected = reference.listed_scores(query, held, table, chosen, counts, valid, length, scale=0.3, softcap=softcap)
-    torch.testing.assert_close(scores.double(), expected.nan_to_num(7.0, neginf=-math.inf), rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
@@ -150,20 +90,14 @@ def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
     torch.manual_seed(outlier)
     blocks, kv_heads, group, dim, size = 32, 2, 4, 128, 32
     pool, held = packed_pool(kv_heads, dim, size, blocks, torch.float16, large=outlier)
-    query = 2 * torch.randn(1, kv_heads * group, dim)
-    table = torch.arange(0, blocks)[None].int()
+    query, scale = 2 * torch.randn(1, kv_heads * group, dim), dim**-0.5
+    table = torch.arange(blocks)[None].int()
     chosen = torch.arange(1, blocks, 2).int().expand(1, kv_heads, -1).contiguous()
     counts = torch.full((1, kv_heads), chosen.shape[2], dtype=torch.int32)
     valid, holes = torch.ones(1, blocks * size, dtype=torch.uint8), torch.zeros(1, blocks, dtype=torch.uint8)
-    out, lse, scale = torch.empty_like(query), torch.empty(query.shape[:2]), dim**-0.5
     packed = Int8Records(packed_bytes(dim, size))
-    held_blocks = HostBlocks(
-        tag_of(torch.float16), pool.block_ptr, table.numpy(), holes.numpy(), valid.numpy(), size, packed
-    )
-    decode_attention(
-        query.numpy(), held_blocks, chosen.numpy(), counts.numpy(), blocks * size, out.numpy(), lse.numpy(),
-        scale=scale, softcap=None,
-    ).run()  # fmt: skip
+    rows = HostBlocks(tag_of(torch.float16), pool.block_ptr, table.numpy(), holes.numpy(), valid.numpy(), size, packed)
+    out, lse, *_ = attend(query, rows, chosen, counts, blocks * size, scale=scale)
     want = reference.attend_blocks(query, held, table, chosen, counts, valid, blocks * size, scale=scale, softcap=None)
     keys, values = held[1::2, :, 0].repeat_interleave(group, 1), held[1::2, :, 1]  # [n, H, size, D]
     largest = (query.double() * keys.abs().amax(2)).abs().amax((0, 2))  # product of a channel, a head
@@ -174,20 +108,6 @@ def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:
     assert ((lse.double() - want[1]).abs()[0] <= score + 1e-6 * want[1].abs().max()).all()
     assert ((out.double() - want[0]).abs()[0].amax(1) <= bound + 1e-6).all()
     assert (out.double() - want[0]).norm() <= 1e-3 * want[0].norm()
-
-
-def test_a_query_that_is_not_finite_does_not_go_unnoticed() -> None:
-    pool, _ = packed_pool(1, 16, 8, 2, torch.float32)
-    query = torch.ones(1, 2, 16)  # of two heads
-    query[0, :, 5] = float("nan")
-    one = np.ones((1, 1), np.int32)
-    out, lse = np.zeros((1, 2, 16), np.float32), np.zeros((1, 2), np.float32)
-    valid, holes, table = np.ones((1, 16), np.uint8), np.zeros((1, 2), np.uint8), np.array([[0, 1]], np.int32)
-    packed = Int8Records(packed_bytes(16, 8))
-    blocks = HostBlocks(tag_of(torch.float32), pool.block_ptr, table, holes, valid, 8, packed)
-    decode_attention(query.numpy(), blocks, one[None], one, 16, out, lse, scale=1.0, softcap=None).run()
-    assert np.isnan(lse).all()
-    assert np.isnan(out).all()
 
 
 def test_a_packed_record_is_about_half_as_large() -> None:

@@ -18,7 +18,6 @@ from numba.core import types
 from numba.core.caching import CompileResultCacheImpl
 
 import hf_offload.cpu as cpu
-from hf_offload.cpu import kernel_cache
 from hf_offload.cpu.kernel_cache import _described, _is_foreign, _sources_of
 from hf_offload.cpu.launch import jit_for_python
 
@@ -52,6 +51,7 @@ if __name__ == "__main__":
     print(values[0], sum(scale.stats.cache_hits.values()))
 """
 HELPER = "from hf_offload.cpu.launch import jit\nFACTOR = {0}\n@jit\ndef twice(x):\n    return {1} * x\n"
+PACKAGE = str(Path(cpu.__file__).parents[2])
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> str:
@@ -73,25 +73,24 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damage(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    files = list(folder.rglob("*.nbc"))
-    assert files
-    for file in files:
-        file.write_bytes(change(file.read_bytes()))
+def change(file: Path) -> None:
+    with file.open("a") as opened:
+        opened.write("\n# changed\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", ["memory.py", "simd/convert.py"])
 def test_a_change_in_another_file_makes_compiled_code_stale(copied: Path, changed: str) -> None:
+    def kept() -> set[Path]:
+        return set(copied.rglob("checksum.checksum_kernel*.nbc"))
+
     assert run(copied, "-c", SCRIPT) == "0 1"
     assert run(copied, "-c", SCRIPT) == "1 0"
-    before = set(copied.rglob("checksum.checksum_kernel*.nbc"))
-    with (copied / "hf_offload" / "cpu" / changed).open("a") as file:
-        file.write("\n# changed\n")
+    before = kept()
+    change(copied / "hf_offload" / "cpu" / changed)
     assert run(copied, "-c", SCRIPT) == "0 1"
-    after = set(copied.rglob("checksum.checksum_kernel*.nbc"))
-    assert len(after) == 1
-    assert not before & after  # what nobody can use is deleted
+    assert len(kept()) == 1
+    assert not before & kept()  # what nobody can use is deleted
 
 
 @pytest.mark.slow
@@ -99,12 +98,14 @@ def test_damaged_files_are_compiled_again_and_a_full_disk_keeps_none(copied: Pat
     assert run(copied, "-c", SCRIPT, "full") == "0 1"
     assert not list(copied.rglob("*.nb*"))
     assert run(copied, "-c", SCRIPT) == "0 1"
-    for change in (
+    damages: list[Callable[[bytes], bytes]] = [
         lambda content: content[:-9],
         lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-        lambda _: b"",
-    ):
-        damage(copied, change)
+        lambda content: b"",
+    ]
+    for damage in damages:
+        for file in list(copied.rglob("*.nbc")):
+            file.write_bytes(damage(file.read_bytes()))
         assert run(copied, "-c", SCRIPT) == "0 1"
         assert run(copied, "-c", SCRIPT) == "1 0"
 
@@ -117,7 +118,7 @@ def test_a_kernel_is_compiled_again_if_what_it_calls_in_another_folder_has_chang
     (tmp_path / "own").mkdir()
     (tmp_path / "lib").mkdir()
     (tmp_path / "own" / "scale.py").write_text(KERNEL.format(call=call, factor=factor))
-    path = os.pathsep.join((str(Path(cpu.__file__).parents[2]), str(tmp_path / "lib")))
+    path = os.pathsep.join((PACKAGE, str(tmp_path / "lib")))
     for made, value in ((HELPER.format(1, 2), 2), (HELPER.format(1, 10), 10), (HELPER.format(3, 10), 30)):
         (tmp_path / "lib" / "helper.py").write_text(made)
         assert run(tmp_path, "own/scale.py", "int64", PYTHONPATH=path) == f"{value} 0"
@@ -128,15 +129,10 @@ def test_a_kernel_is_compiled_again_if_what_it_calls_in_another_folder_has_chang
 def test_processes_that_compile_at_once_keep_all_they_compile(tmp_path: Path) -> None:
     (tmp_path / "scale.py").write_text(KERNEL.format(call="twice", factor="FACTOR"))
     (tmp_path / "helper.py").write_text(HELPER.format(1, 2))
-    environment = {**os.environ, "PYTHONPATH": str(Path(cpu.__file__).parents[2])}
-    kinds = ("int64", "float32", "float64")
-    started = [
-        subprocess.Popen([sys.executable, "scale.py", kind], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-        for kind in kinds
-    ]
+    kinds, environment = ("int64", "float32", "float64"), {**os.environ, "PYTHONPATH": PACKAGE}
+    started = [subprocess.Popen([sys.executable, "scale.py", kind], cwd=tmp_path, env=environment) for kind in kinds]
     assert [process.wait() for process in started] == [0, 0, 0]
-    for kind in kinds:
-        assert run(tmp_path, "scale.py", kind, PYTHONPATH=environment["PYTHONPATH"]).endswith(" 1")
+    assert all(run(tmp_path, "scale.py", kind, PYTHONPATH=PACKAGE).endswith(" 1") for kind in kinds)
 
 
 @pytest.fixture
@@ -146,11 +142,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for file in tmp_path.glob("*.py"):
         sys.modules.pop(file.stem, None)
-
-
-def change(file: Path) -> None:
-    with file.open("a") as opened:
-        opened.write("# changed\n")
 
 
 def test_the_sources_of_a_function_are_all_that_it_may_use(modules: Path) -> None:
@@ -189,17 +180,20 @@ def test_what_a_closure_holds_counts(modules: Path) -> None:
     assert [make(factors, helper.twice)(1.0) for factors in kept[:2]] == [4.0, 10.0]
 
 
-def test_code_that_python_cannot_call_is_never_loaded_for_python(copied: Path) -> None:
-    (copied / "helper.py").write_text(HELPER.format(1, 2))
-    (copied / "call.py").write_text(
+def test_code_that_python_cannot_call_is_never_loaded_for_python(modules: Path) -> None:
+    (modules / "helper.py").write_text(HELPER.format(1, 2))
+    (modules / "calling.py").write_text(
         "from helper import twice\nfrom hf_offload.cpu.launch import jit_for_python\n"
         "@jit_for_python\ndef call(x):\n    return twice(x)\n"
-        "if __name__ == '__main__':\n    print(call(3), jit_for_python(twice.py_func)(3))\n"
-        "    try:\n        twice(3)\n    except TypeError as error:\n        print(error)\n"
     )
-    for _ in range(2):  # compiled, then loaded
-        done = run(copied, "call.py", PYTHONPATH=str(copied))
-        assert done == "6 6\ntwice serves compiled code; compile it by `jit_for_python` to call it"
+    for hits in (0, 1):  # compiled, then loaded
+        helper, calling = (importlib.import_module(name) for name in ("helper", "calling"))
+        assert calling.call(3) == jit_for_python(helper.twice.py_func)(3) == 6
+        assert sum(calling.call.stats.cache_hits.values()) == hits
+        with pytest.raises(TypeError, match="twice serves compiled code; compile it by `jit_for_python` to call it"):
+            helper.twice(3)
+        for name in ("helper", "calling"):
+            del sys.modules[name]
 
 
 def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +202,6 @@ def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pyt
         compiled = jit_for_python(lambda x: x + 1)
     assert compiled(1) == 2
     assert not compiled.stats.cache_hits  # type: ignore[attr-defined]
-    compiled._cache.flush()  # type: ignore[attr-defined]
 
 
 def test_signatures_differ_where_fields_or_modules_do() -> None:
@@ -216,20 +209,16 @@ def test_signatures_differ_where_fields_or_modules_do() -> None:
         first: int
         second: int
 
-    one = numba.typeof(Pair(1, 2))
-    Pair.__module__ = "hf_offload.pairs"
-    own = numba.typeof((Pair(1, 2), 1))
-
     class Other(NamedTuple):
         second: int
         first: int
 
-    Other.__module__, Other.__qualname__ = Pair.__module__, Pair.__qualname__
-    assert _described(own) == _described(own)
-    assert _described(one) != _described(numba.typeof((1, 2)))
-    assert _described(own) != _described(numba.typeof((Other(1, 2), 1)))
-    assert not _is_foreign(own)
-    Pair.__module__ = "theirs"
-    assert _is_foreign(own)
+    Other.__qualname__ = Pair.__qualname__
+    kinds = []
+    for made, module in ((Pair(1, 2), "hf_offload.pairs"), (Other(1, 2), "hf_offload.pairs"), (Pair(1, 2), "theirs")):
+        type(made).__module__ = module
+        kinds.append((_described(numba.typeof((made, 1))), _is_foreign(numba.typeof((made, 1)))))
+    described, foreign = zip(*kinds, strict=True)
+    assert len({*map(repr, described), repr(_described(numba.typeof(((1, 2), 1))))}) == 4
+    assert foreign == (False, False, True)
     assert not _is_foreign(types.int64)
-    assert kernel_cache._PACKAGE == "hf_offload"

@@ -41,6 +41,21 @@ def reference(
     return (weights @ value).transpose(1, 2), lse
 
 
+def prefill_alone(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **change: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out and lse of queries and tokens of which none is in blocks."""
+    batch, heads, length, dim = query.shape
+    out, lse = torch.empty(batch, length, heads, dim), torch.empty(batch, heads, length)
+    given: dict[str, Any] = {
+        "valid": None, "out": out, "lse": lse, "block_size": 32, "cached": 0, "fresh_first": 0, "position": 0,
+        "scale": dim**-0.5, "softcap": None, "sinks": None, "block_ptr": np.zeros(1, np.int64),
+        "table": np.zeros((1, 1), np.int32), "query": query, "key": key, "value": value,
+    }  # fmt: skip
+    prefill_attention(**(given | change)).run()
+    return out, lse
+
+
 @pytest.fixture(params=["products", "pairs"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """bfloat16 by dot products of pairs, whatever is faster here, or by products of float32."""
@@ -67,10 +82,9 @@ every_dtype = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 3])
 @every_dtype
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equals_attention_in_float64(case: tuple[Any, ...], dtype: torch.dtype, threads: int, way: str) -> None:
+def test_equals_attention_in_float64(case: tuple[Any, ...], dtype: torch.dtype, way: str) -> None:
     batch, heads, kv_heads, dim, size, cached, new, padding, holes = case
     if way == "pairs" and dtype != torch.bfloat16:
         pytest.skip("pairs are of bfloat16")
@@ -102,7 +116,7 @@ def test_equals_attention_in_float64(case: tuple[Any, ...], dtype: torch.dtype, 
                 fresh_first=cached, position=cached + first, scale=dim**-0.5, softcap=softcap,
                 sinks=None if sinks is None else sinks.numpy(),
             )  # fmt: skip
-            run(launch, threads)
+            run(launch, threads=3)
             out[:, piece], lse[:, :, piece] = sums, masses
         keys, values = (torch.cat((o, n.nan_to_num(0.0)), 2) for o, n in zip(old, (key, value), strict=True))
         want = reference(query, keys, values, seen, dim**-0.5, softcap, sinks)
@@ -113,21 +127,16 @@ def test_equals_attention_in_float64(case: tuple[Any, ...], dtype: torch.dtype, 
         assert error <= TOLERANCE[dtype] * max(1.0, want[0].abs().max().item()), error
 
 
-def test_tokens_in_tensors_alone_of_which_the_first_has_a_position() -> None:
+@pytest.mark.parametrize("position", [500, 150, 90])
+def test_tokens_in_tensors_alone_of_which_the_first_has_a_position(position: int) -> None:
     """A tile of unpacked tokens: all of them are earlier than the queries, or some are later."""
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 20, 32), torch.randn(1, 2, 70, 32), torch.randn(1, 2, 70, 32)
-    out, lse = torch.empty(1, 20, 4, 32), torch.empty(1, 4, 20)
-    none = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
-    for position in (500, 150, 90):
-        prefill_attention(
-            query, key, value, *none, None, out, lse, block_size=32, cached=0, fresh_first=100, position=position,
-            scale=0.2, softcap=None, sinks=None,
-        ).run()  # fmt: skip
-        seen = torch.arange(100, 170) <= torch.arange(position, position + 20)[:, None]
-        want = reference(query, key, value, seen[None, None], 0.2)
-        torch.testing.assert_close(out.double(), want[0], atol=3e-6, rtol=0)
-        torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=1e-6)
+    out, lse = prefill_alone(query, key, value, fresh_first=100, position=position, scale=0.2)
+    seen = torch.arange(100, 170) <= torch.arange(position, position + 20)[:, None]
+    want = reference(query, key, value, seen[None, None], 0.2)
+    torch.testing.assert_close(out.double(), want[0], atol=3e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), want[1], atol=1e-5, rtol=1e-6)
 
 
 @every_dtype
@@ -141,14 +150,11 @@ def test_the_error_is_no_larger_than_torchs(
     q, k, v = (torch.randn(1, heads, length, dim) for _ in range(3))
     v[:, 1:] = v[:, 1:].abs() + 1
     q, k, v = (q * min(size, 1e4) if dtype == torch.float16 else q * size).to(dtype), k.to(dtype), v.to(dtype)
-    out, lse = torch.empty(1, length, heads, dim), torch.empty(1, heads, length)
-    prefill_attention(
-        q, k, v, np.zeros(1, np.int64), np.zeros((1, 1), np.int32), None, out, lse, block_size=32, cached=0,
-        fresh_first=0, position=0, scale=dim**-0.5, softcap=None, sinks=None,
-    ).run()  # fmt: skip
     want = reference(q, k, v, torch.ones(length, length, dtype=torch.bool).tril()[None, None], dim**-0.5)[0]
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    mine, other = ((x.to(dtype).double() - want).square().mean().sqrt().item() for x in (out, theirs))
+    mine, other = (
+        (x.to(dtype).double() - want).square().mean().sqrt().item() for x in (prefill_alone(q, k, v)[0], theirs)
+    )
     assert mine <= 1.05 * other + 1e-12
 
 
@@ -158,27 +164,15 @@ def test_a_sink_that_weighs_nothing_changes_nothing() -> None:
     q, k, v = (torch.randn(1, 2, 2 * TILE + 40, 16) for _ in range(3))
     valid = np.ones((1, q.shape[2]), np.uint8)
     valid[0, : TILE + 7] = 0
-    found = []
-    for sinks in (None, np.full(2, -np.inf, np.float32)):
-        out, lse = torch.empty(1, q.shape[2], 2, 16), torch.empty(1, 2, q.shape[2])
-        prefill_attention(
-            q, k, v, np.zeros(1, np.int64), np.zeros((1, 1), np.int32), valid, out, lse, block_size=32, cached=0,
-            fresh_first=0, position=0, scale=0.2, softcap=None, sinks=sinks,
-        ).run()  # fmt: skip
-        found.append((out, lse))
+    found = [prefill_alone(q, k, v, valid=valid, sinks=sinks) for sinks in (None, np.full(2, -np.inf, np.float32))]
     assert found[0][0].isfinite().all()
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert all(map(torch.equal, *found))
 
 
 def test_what_is_not_finite_spreads_to_those_that_see_it() -> None:
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     k[0, 0, 10, 3], v[0, 1, 20, 5] = math.nan, math.inf
-    out, lse = torch.empty(1, 40, 2, 16), torch.empty(1, 2, 40)
-    prefill_attention(
-        q, k, v, np.zeros(1, np.int64), np.zeros((1, 1), np.int32), None, out, lse, block_size=32, cached=0,
-        fresh_first=0, position=0, scale=0.2, softcap=None, sinks=None,
-    ).run()  # fmt: skip
+    out, _ = prefill_alone(q, k, v)
     assert out[0, :10, 0].isfinite().all()
     assert out[0, 10:, 0].isnan().all()
     assert out[0, :12, 1].isfinite().all()  # as with torch, an infinite value may reach queries just before it: 0 · ∞
@@ -187,23 +181,17 @@ def test_what_is_not_finite_spreads_to_those_that_see_it() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     q, k = torch.randn(1, 4, 8, 32), torch.randn(1, 2, 8, 32)
-    out, lse = torch.empty(1, 8, 4, 32), torch.empty(1, 4, 8)
-    good: dict[str, Any] = {
-        "query": q, "key": k, "value": k, "block_ptr": np.zeros(1, np.int64), "table": np.zeros((1, 1), np.int32),
-        "valid": None, "out": out, "lse": lse, "block_size": 32, "cached": 0, "fresh_first": 0, "position": 0,
-        "scale": 0.2, "softcap": None, "sinks": None,
-    }  # fmt: skip
-    prefill_attention(**good).run()
+    prefill_alone(q, k, k)
     wrong: list[dict[str, Any]] = [
         {"value": k[:, :, :4]}, {"query": q.double()}, {"key": k.half()}, {"block_size": 24}, {"cached": 33},
-        {"cached": 8, "fresh_first": 0}, {"scale": 0.0}, {"out": out[:, :4]},
+        {"cached": 8, "fresh_first": 0}, {"scale": 0.0}, {"out": torch.empty(1, 4, 4, 32)},
         {"query": torch.randn(1, 4, 8, 24), "key": k[..., :24], "value": k[..., :24]},
         {"valid": np.ones((1, 4), np.uint8)}, {"sinks": np.zeros(3, np.float32)}, {"key": k.transpose(2, 3)},
         {"table": np.zeros((2, 1), np.int32)},
     ]  # fmt: skip
     for change in wrong:
         with pytest.raises((ValueError, TypeError)):
-            prefill_attention(**(good | change))
+            prefill_alone(q, k, k, **change)
 
 
 def test_pieces_cover_all_queries_and_are_short() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
@@ -20,39 +20,24 @@ def model() -> PreTrainedModel:
     return tiny_model("llama")
 
 
-def start(model: PreTrainedModel, rows: int, chunk: int = LENGTH, **options: Any) -> tuple[HybridCache, Any, Any]:
-    """A cache that has read a prompt, with padding, in chunks; the prompt and its mask."""
-    ids, mask = prompt(rows, LENGTH)
+def begin(
+    model: PreTrainedModel, rows: int, steps: int, chunk: int = LENGTH, **options: Any
+) -> tuple[HybridCache, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache that has read a prompt, with padding, in chunks, and some steps; tokens, mask, last logits."""
+    ids, mask = prompt(rows, LENGTH + steps)
     cache = HybridCache(model, "h2o", block_size=16, **options)
-    with torch.no_grad():
-        for first in range(0, LENGTH, chunk):
-            stop = min(first + chunk, LENGTH)
-            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
-            model(ids[:, first:stop], attention_mask=mask[:, :stop], position_ids=positions, past_key_values=cache)
-    return cache, ids, mask
+    logits = feed(model, cache, ids, mask, [*range(0, LENGTH, chunk), *range(LENGTH, LENGTH + steps + 1)])
+    return cache, ids, mask, logits[-1]
 
 
-def feed(model: PreTrainedModel, cache: Any, mask: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Feed tokens one by one; the last logits, and the mask as it is then."""
-    with torch.no_grad():
-        for step in range(steps):
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            token = torch.full((len(mask), 1), 3 + step)
-            positions = mask.sum(-1, keepdim=True) - 1
-            out = model(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
-    return out.logits[:, -1], mask
-
-
-@pytest.mark.parametrize("chunk", [LENGTH, 37])
+@pytest.mark.parametrize("chunk", [LENGTH, 38])
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_scores_are_sums_of_attention_weights(model: PreTrainedModel, tier: str, chunk: int) -> None:
-    cache, ids, mask = start(model, 3, chunk, heavy=1, recent=1, tier=tier, prefill_tile=48)
-    _, mask = feed(model, cache, mask, 2)
-    eager = tiny_model("llama", "eager")
-    ids = torch.cat([ids, torch.tensor([[3, 4]]).expand(3, 2)], 1)
+    cache, ids, mask, _ = begin(model, 3, 2, chunk, heavy=1, recent=1, tier=tier, prefill_tile=48)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": positions, "output_attentions": True}
     with torch.no_grad():
-        weights = eager(ids, attention_mask=mask, position_ids=positions, output_attentions=True).attentions
+        weights = tiny_model("llama", "eager")(ids, **given).attentions
     for layer, attention in zip(cache.layers, weights, strict=True):
         want = (attention * mask[:, None, :, None]).sum(2)  # of queries that are no padding
         want = want.view(3, 2, -1, LENGTH + 2).sum(2)
@@ -65,17 +50,16 @@ def test_scores_are_sums_of_attention_weights(model: PreTrainedModel, tier: str,
 
 
 def test_what_is_evicted_does_not_come_back(model: PreTrainedModel) -> None:
-    cache, _, mask = start(model, 2, heavy=0.1, recent=0.2)
+    cache, (ids, mask) = HybridCache(model, "h2o", block_size=16, heavy=0.1, recent=0.2), prompt(2, LENGTH + 30)
+    feed(model, cache, ids[:, :LENGTH], mask[:, :LENGTH], (0, LENGTH))
     seen: list[list[set[int]]] = []
-    for step in range(30):
-        _, mask = feed(model, cache, mask, 1)
+    for newest in range(LENGTH, LENGTH + 30):
+        feed(model, cache, ids, mask, (newest, newest + 1))
         seen.append([set(line.tolist()) - {EMPTY} for line in cache.layers[2].state.kept.position.flatten(0, 1)])
         for line, now in enumerate(seen[-1]):
-            newest = LENGTH + step
             assert set(range(newest - 23, newest + 1)) <= now  # 24 of 120
             assert len(now) <= 12 + 24 + 1
-            if step:
-                assert now <= seen[-2][line] | {newest}
+            assert len(seen) == 1 or now <= seen[-2][line] | {newest}
     assert all(len(line) == 37 for line in seen[-1])
 
 
@@ -94,19 +78,14 @@ def test_the_lightest_old_token_goes() -> None:
 
 
 def test_two_memories_attend_what_one_does(model: PreTrainedModel) -> None:
-    logits = []
-    for tier in ("one", "split"):
-        cache, _, mask = start(model, 3, tier=tier)
-        logits.append(feed(model, cache, mask, 20)[0])
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    one, two = (begin(model, 3, 20, tier=tier)[-1] for tier in ("one", "split"))
+    torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
 
 
 def test_a_cache_taken_over_begins_with_its_step(model: PreTrainedModel) -> None:
     """Nobody has kept queries: the newest tokens and what the first step attends most."""
-    ids, mask = prompt(1, LENGTH)
-    stock = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=stock)
+    given, stock = prompt(1, LENGTH + 1), DynamicCache(config=model.config)
+    feed(model, stock, *given, (0, LENGTH))
     cache = HybridCache.from_cache(stock, model, "h2o", heavy=1, recent=1, block_size=16)
-    got, want = (feed(model, each, mask, 1)[0] for each in (cache, stock))
+    got, want = (feed(model, each, *given, (LENGTH, LENGTH + 1))[0] for each in (cache, stock))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 
 import hf_offload
 import quality
@@ -17,8 +16,6 @@ from hf_offload.blocks import digests
 KNOBS = {"samples": 24, "sinks": 4, "recent": 16, "block_size": 16}
 LENGTH, STEPS = 300, 48
 IDS = prompt(1, LENGTH + STEPS)[0]
-Read = Callable[[Any, Path], tuple[Any, torch.Tensor]]
-"""Reads the first tokens: a cache, and log probabilities of the steps behind them, `[STEPS, V]`."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,32 +35,13 @@ def follow(model: Any, cache: Any, ids: torch.Tensor = IDS[:, LENGTH:], **option
     return torch.stack(steps).log_softmax(-1)
 
 
-def with_noise(model: Any, folder: Path) -> torch.Tensor:
+def with_noise(model: Any) -> torch.Tensor:
     cache = read(model)
     with quality.noisy(1e-7, 0):
         return follow(model, cache)
 
 
-def in_a_fork(model: Any, folder: Path) -> torch.Tensor:
-    cache = read(model)
-    fork = cache.fork()
-    follow(model, cache, IDS[:, 5:25])
-    return follow(model, fork)
-
-
-def after_a_crop(model: Any, folder: Path) -> torch.Tensor:
-    cache = read(model)
-    follow(model, cache, IDS[:, 5:25])
-    cache.crop(-20)
-    return follow(model, cache)
-
-
-def loaded(model: Any, folder: Path) -> torch.Tensor:
-    read(model).save(folder)
-    return follow(model, hf_offload.HybridCache.load(folder, model))
-
-
-def in_drafts(model: Any, folder: Path) -> torch.Tensor:
+def in_drafts(model: Any) -> torch.Tensor:
     """Eight tokens a forward, each of which is verified."""
     cache = read(model)
     cache.activate_past_recording()
@@ -74,34 +52,27 @@ def in_drafts(model: Any, folder: Path) -> torch.Tensor:
     return torch.cat(found).log_softmax(-1)
 
 
-def in_a_batch(model: Any, folder: Path) -> torch.Tensor:
+def in_a_batch(model: Any) -> torch.Tensor:
     """Behind two blocks of padding, beside another row."""
     ids = torch.cat([torch.cat([IDS[:, :32], IDS], 1), torch.cat([IDS.roll(9, 1), IDS[:, :32]], 1)])
     mask = torch.ones_like(ids)
     mask[0, :32] = 0
-    cache, start = hf_offload.HybridCache(model, "scout", **KNOBS), LENGTH + 32
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    options = {"attention_mask": mask[:, :start], "position_ids": positions[:, :start]}
-    model(ids[:, :start], past_key_values=cache, **options)
-    found = []
-    for stop in range(start + 1, ids.shape[1] + 1):
-        here = slice(stop - 1, stop)
-        options = {"attention_mask": mask[:, :stop], "position_ids": positions[:, here]}
-        found.append(model(ids[:, here], past_key_values=cache, **options).logits[0, -1])
-    return torch.stack(found).log_softmax(-1)
+    cuts = (0, *range(LENGTH + 32, ids.shape[1] + 1))
+    logits = feed(model, hf_offload.HybridCache(model, "scout", **KNOBS), ids, mask, cuts)
+    return torch.stack([each[0, -1] for each in logits[1:]]).log_softmax(-1)
 
 
-WAYS = (with_noise, in_a_fork, after_a_crop, loaded, in_drafts, in_a_batch)
+WAYS = (with_noise, in_drafts, in_a_batch)  # forks, files and crops keep every bit: `test_samples.py`
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_row_is_the_same(way: Callable[[Any, Path], torch.Tensor], tmp_path: Path) -> None:
+def test_a_row_is_the_same(way: Callable[[Any], torch.Tensor]) -> None:
     model = tiny_model("llama")
     cache = read(model)
     want = follow(model, cache)
     assert cache.stats().as_dict()["attended_share"] < 0.5
-    worst = (way(model, tmp_path) - want).abs().amax(-1)
+    worst = (way(model) - want).abs().amax(-1)
     assert (worst <= 1e-3).float().mean() >= 0.9
     assert worst.max() <= 0.1
     other = follow(model, read(model, IDS[:, :LENGTH].roll(1, 1)))
@@ -173,27 +144,20 @@ def test_forks_that_share_blocks_have_digests_of_their_own() -> None:
 def test_drafts_that_are_dropped_leave_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """With padding a row may be long enough, and hold too few tokens."""
     monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
-    model, ids = tiny_model("llama"), prompt(1, 160)[0]
-    mask = torch.ones_like(ids)
-    mask[0, :50] = 0
-
-    def forward(cache: Any, first: int, stop: int, keep: int) -> torch.Tensor:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, first:stop]
-        given = {"attention_mask": mask[:, :stop], "position_ids": positions, "logits_to_keep": keep}
-        return model(ids[:, first:stop], past_key_values=cache, **given).logits[0, -1]
-
-    found = []
-    for drafts in (8, 0):
-        cache = hf_offload.HybridCache(model, "scout", **KNOBS | {"block_size": 8})
-        forward(cache, 0, 112, 1)
+    model, (ids, mask), found = tiny_model("llama"), prompt(1, 160), []
+    mask[0, :60] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for drafts in (8, 1):
+        cache = hf_offload.HybridCache(model, "scout", **KNOBS)
+        feed(model, cache, ids, mask, (0, 120))
         cache.activate_past_recording()
-        if drafts:
-            forward(cache, 112, 112 + drafts, drafts)
+        stop = 120 + drafts
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, 120:stop], "logits_to_keep": drafts}
+        model(ids[:, 120:stop], past_key_values=cache, **given)
+        if drafts > 1:
             cache.crop(1 - drafts)
-        else:
-            forward(cache, 112, 113, 1)
         assert all(layer.store.awaits_digests for layer in cache.layers)
-        found.append(torch.stack([forward(cache, i, i + 1, 1) for i in range(113, 160)]).log_softmax(-1))
+        found.append(torch.cat(feed(model, cache, ids, mask, range(121, 161)), 1).log_softmax(-1))
         assert not any(layer.store.awaits_digests for layer in cache.layers)
     assert (found[0] - found[1]).abs().max() < 0.1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DEVICE, prompt, tiny_model
+from tiny import DEVICE, feed, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
@@ -33,12 +33,9 @@ def test_the_paper_in_one_word() -> None:
     assert (paper.budget, paper.digest, paper.join, paper.lookahead) == (1024, "quest", "raw", "attend")
     assert (paper.correction, paper.smoothing, paper.synchronous_layers) == (False, 0.0, (0,))
     assert Scout.paper(512, lookahead="off", recall=8).recall == 8
-
-
-def test_policies_are_values() -> None:
     assert Scout(budget=512) == Scout(budget=512) != Scout(budget=1024)
     with pytest.raises(AttributeError):
-        Scout().budget = 3  # type: ignore[misc]
+        paper.budget = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -106,31 +103,24 @@ def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
 
 def test_recall_lowers_the_share_of_the_cpu(model: PreTrainedModel) -> None:
     """Ten steps of one token want much the same blocks; the next token wants others."""
-    ids, ratios = prompt(1, 360)[0], []
+    (ids, mask), ratios = prompt(1, 360), []
     ids[:, 300:] = ids[:, 300::10].repeat_interleave(10, 1)
     for recall in (0, 1):
         cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", recall=recall, smoothing=0.5)
-        with torch.no_grad():
-            model(ids[:, :300], past_key_values=cache)
-            for i in range(300, 360):
-                model(ids[:, i : i + 1], past_key_values=cache)
+        feed(model, cache, ids, mask, (0, *range(300, 361)))
         total = cache.stats().as_dict()
         ratios.append(total["cpu_ratio"])
-        assert (total["recalls"] > 0) == (recall > 0)
-        assert (total["recall_bytes"] > 0) == (recall > 0)
+        assert (total["recalls"] > 0) == (total["recall_bytes"] > 0) == (recall > 0)
     assert ratios[1] < 0.8 * ratios[0]
 
 
 @pytest.mark.slow
 def test_the_correction_brings_attending_ahead_nearer_to_the_truth(model: PreTrainedModel) -> None:
     """Teacher-forced logits: with the correction the distance to the real query's is smaller."""
-    ids = prompt(1, 340)[0]
 
     def logits(**knobs: Any) -> torch.Tensor:
         cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", recall=0, **knobs)
-        with torch.no_grad():
-            model(ids[:, :300], past_key_values=cache)
-            return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 340)], 1)
+        return torch.cat(feed(model, cache, *prompt(1, 340), (0, *range(300, 341)))[1:], 1)
 
     truth = logits(lookahead="off").log_softmax(-1)
     errors = []
@@ -141,21 +131,8 @@ def test_the_correction_brings_attending_ahead_nearer_to_the_truth(model: PreTra
     assert errors[1] < errors[0]
 
 
-@pytest.mark.parametrize("attend", ["selected", "all"])
-def test_attending_all_residents_is_more_than_the_selected_ones(model: PreTrainedModel, attend: Any) -> None:
-    cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", attend_resident=attend)
-    assert len(decode(model, cache)) == 20
-
-
-def test_a_change_of_the_rows_keeps_the_clock() -> None:
-    model = tiny_model("llama")
-    cache = HybridCache(
-        model, "scout", tier="split", block_size=16, budget=64, sinks=16, recent=16, resident=96, recall=5
-    )
-    ids = prompt(2, 150)[0]
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        for _ in range(3):
-            model(ids[:, :1], past_key_values=cache)
+def test_a_change_of_the_rows_keeps_the_clock(model: PreTrainedModel) -> None:
+    cache = HybridCache(model, "scout", tier="split", recall=5, **(SMALL | CACHE))
+    feed(model, cache, *prompt(2, 303), (0, *range(300, 304)))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert [float(layer.state.clock.since) for layer in cache.layers] == [3.0] * 4

@@ -25,10 +25,10 @@ def model() -> PreTrainedModel:
     return tiny_model("llama")
 
 
-@torch.no_grad()
-def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def take_in(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Let a cache take in tokens `[B, n]`; their logits."""
-    logits: torch.Tensor = model(ids, attention_mask=mask, past_key_values=cache).logits
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, attention_mask=mask, past_key_values=cache).logits
     return logits
 
 
@@ -52,9 +52,9 @@ def test_a_prompt_that_was_cropped_is_a_shorter_prompt(model: PreTrainedModel, p
     found = []
     for tokens in (LENGTH, LENGTH - 30):
         cache = HybridCache(model, policy, tier=tier, block_size=16, **COVERING[policy])
-        feed(model, cache, ids[:, :tokens])
+        take_in(model, cache, ids[:, :tokens])
         cache.crop(LENGTH - 30 - tokens)
-        feed(model, cache, ids[:, :1])
+        take_in(model, cache, ids[:, :1])
         found.append(learnt(cache, policy))
     for cropped, shorter in zip(*found, strict=True):
         torch.testing.assert_close(cropped, shorter, atol=1e-4, rtol=1e-4)
@@ -68,9 +68,9 @@ def test_a_row_learns_from_its_own_last_queries(model: PreTrainedModel, policy: 
     for rows, cuts in ((ids, [100, 20]), (ids[1:], [LENGTH])):
         cache = HybridCache(model, policy, block_size=16, prompt_queries=30, **COVERING[policy])
         for part in rows.split(cuts, 1):
-            feed(model, cache, part)
+            take_in(model, cache, part)
         cache.batch_select_indices(torch.tensor([len(rows) - 1]))
-        feed(model, cache, ids[1:, :1])
+        take_in(model, cache, ids[1:, :1])
         found.append(learnt(cache, policy))
     for moved, alone in zip(*found, strict=True):
         torch.testing.assert_close(moved, alone, atol=1e-4, rtol=1e-4)
@@ -81,13 +81,13 @@ def test_a_turn_after_decoding_brings_queries_of_its_own(model: PreTrainedModel,
     """They are not joined with those from before the tokens that were decoded."""
     ids, _ = prompt(1, LENGTH)
     cache = HybridCache(model, policy, block_size=16, **COVERING[policy])
-    feed(model, cache, ids[:, :80])
+    take_in(model, cache, ids[:, :80])
     for token in range(80, 90):
-        feed(model, cache, ids[:, token : token + 1])
-    feed(model, cache, ids[:, 90:])
+        take_in(model, cache, ids[:, token : token + 1])
+    take_in(model, cache, ids[:, 90:])
     for layer in cache.layers:
         assert (layer.last_queries.start, layer.last_queries.end) == (90, LENGTH)
-    feed(model, cache, ids[:, :1])
+    take_in(model, cache, ids[:, :1])
     if policy == "infinigen":
         return
     eager = tiny_model("llama", "eager")
@@ -105,19 +105,19 @@ def test_a_token_that_becomes_padding_is_attended_no_more(model: PreTrainedModel
     ids, mask = prompt(1, LENGTH)
     caches = [HybridCache(model, policy, tier=tier, block_size=16, **COVERING[policy]), DynamicCache()]
     for cache in caches:
-        feed(model, cache, ids)
+        take_in(model, cache, ids)
     for number, hidden in enumerate(([], [117], [117, 120], [120], [20], [])):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         now = mask.clone()
         now[:, hidden] = 0
-        got, want = (feed(model, cache, ids[:, number : number + 1], now) for cache in caches)
+        got, want = (take_in(model, cache, ids[:, number : number + 1], now) for cache in caches)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_on_its_way_has_come_once_a_layer_is_at_rest(model: PreTrainedModel) -> None:
     cache = HybridCache(model, "infinigen", tier="split", block_size=16)
-    feed(model, cache, prompt(1, LENGTH)[0])
-    feed(model, cache, prompt(1, 1)[0])
+    take_in(model, cache, prompt(1, LENGTH)[0])
+    take_in(model, cache, prompt(1, 1)[0])
     layer = cache.layers[1]
     cache.settings.worker.delay = 0.05
     query = torch.randn(1, 4, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(layer.device)

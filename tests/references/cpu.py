@@ -13,115 +13,76 @@ from torch import Tensor
 from hf_offload.scores import Scores
 
 
-def row_tokens(
-    pool: Tensor, table: Tensor, blocks: Tensor, head: int, valid: Tensor, length: int
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values float64 [tokens, D] of one row's valid tokens in logical `blocks` [n], one KV head.
-
-    Args:
-        pool: [P, Hkv, 2, block_size, D].
-        table: [N], the row's physical blocks.
-        blocks: [n], logical blocks.
-        head: the KV head.
-        valid: [T], the row's valid tokens.
-        length: tokens of the row.
-    """
-    size = pool.shape[3]
-    positions = (blocks.long()[:, None] * size + torch.arange(size, device="cpu")).reshape(-1)
-    record = pool[table.long()[blocks.long()], head].double()
-    keep = (positions < length) & valid.bool()[positions.clamp(max=valid.shape[0] - 1)]
-    return record[:, 0].reshape(-1, pool.shape[4])[keep], record[:, 1].reshape(-1, pool.shape[4])[keep]
-
-
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out [D], lse [] and kbar [D] of one query head over tokens; 0, -inf and 0 where there is none.
+    query: Tensor, pool: Tensor, table: Tensor, tokens: Tensor, scores: Scores, added: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out [D], lse [], kbar [D] and shares [n] of one query head over a row's tokens; 0 and -inf without any.
 
     Args:
-        query: [D].
-        keys: [tokens, D].
-        values: [tokens, D].
-        scale: factor of the scores.
-        softcap: c in score = c * tanh(score / c), or None.
+        query: float64 [D].
+        pool: [P, 2, block_size, D], of the query head's KV head.
+        table: [N], the row's physical blocks.
+        tokens: [n], numbers of the row's tokens.
+        added: [n], added to the scores after the softcap.
     """
-    if not len(keys):
-        return torch.zeros_like(query), query.new_tensor(-math.inf), torch.zeros_like(query)
-    scores = keys @ query * scale
-    slope = torch.ones_like(scores)
-    if softcap is not None:
-        bent = torch.tanh(scores / softcap)
-        scores, slope = softcap * bent, 1 - bent**2
-    weights = torch.softmax(scores, 0)
-    return weights @ values, torch.logsumexp(scores, 0), (weights * slope) @ keys
+    if not len(tokens):
+        return torch.zeros_like(query), query.new_tensor(-math.inf), torch.zeros_like(query), query.new_zeros(0)
+    size = pool.shape[2]
+    keys, values = pool[table.long()[tokens // size], :, tokens % size].double().unbind(1)
+    raw = scores.of(keys @ query)
+    total = raw if added is None else raw + added.double()
+    shares = total.softmax(0)
+    slope = 1.0 if scores.softcap is None else 1 - (raw / scores.softcap) ** 2
+    return shares @ values, total.logsumexp(0), (shares * slope) @ keys, shares
+
+
+def are_seen(tokens: Tensor, valid: Tensor, length: int) -> Tensor:
+    """Which of a row's tokens are valid and before its end."""
+    return (tokens < length) & valid[tokens.clamp(max=len(valid) - 1)].bool()
+
+
+def tokens_of(blocks: Tensor, size: int) -> Tensor:
+    """Numbers of the tokens of logical blocks [n]."""
+    return (blocks.long()[:, None] * size + torch.arange(size, device="cpu")).flatten()
 
 
 def attend_blocks(
-    query: Tensor,
-    pool: Tensor,
-    table: Tensor,
-    blocks: Tensor,
-    counts: Tensor,
-    valid: Tensor,
-    length: int,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, pool: Tensor, table: Tensor, blocks: Tensor, counts: Tensor, valid: Tensor, length: int, *,
+    scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return out [B, Hq, D], lse [B, Hq] and kbar [B, Hq, D], float64, of `decode_attention` to blocks."""
-    group = query.shape[1] // pool.shape[1]
-    rows = []
+    group, rows = query.shape[1] // pool.shape[1], []
     for b, heads in enumerate(query.double()):
         for hq, vector in enumerate(heads):
             h = hq // group
-            chosen = blocks[b, h, : int(counts[b, h])]
-            keys, values = row_tokens(pool, table[b], chosen, h, valid[b], length)
-            rows.append(attend(vector, keys, values, scale, softcap))
+            tokens = tokens_of(blocks[b, h, : int(counts[b, h])], pool.shape[3])
+            tokens = tokens[are_seen(tokens, valid[b], length)]
+            rows.append(attend(vector, pool[:, h], table[b], tokens, Scores(scale, softcap))[:3])
     out, lse, kbar = (torch.stack(parts) for parts in zip(*rows, strict=True))
     return out.view(query.shape), lse.view(query.shape[:2]), kbar.view(query.shape)
 
 
 def attend_pairs(
-    query: Tensor,
-    pool: Tensor,
-    table: Tensor,
-    pairs: Tensor,
-    weights: Tensor,
-    counts: Tensor,
-    valid: Tensor,
-    length: int,
-    portion: Tensor,
-    skipped: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, pool: Tensor, table: Tensor, pairs: Tensor, weights: Tensor, counts: Tensor, valid: Tensor,
+    length: int, portion: Tensor, skipped: Tensor | None = None, *, scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return out [B, Hq, D], lse [B, Hq], kbar [B, Hq, D] and errors [B, Hq] of `decode_attention` to pairs."""
-    group, size = query.shape[1] // pool.shape[1], pool.shape[3]
-    out = torch.zeros(query.shape, dtype=torch.float64, device="cpu")
-    kbar, errors = torch.zeros_like(out), torch.zeros(query.shape[:2], dtype=torch.float64, device="cpu")
-    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64, device="cpu")
+    group, rows = query.shape[1] // pool.shape[1], []
     for b, heads in enumerate(query.double()):
         for hq, vector in enumerate(heads):
             h = hq // group
-            listed, added = (x[b, h, : int(counts[b, h])].repeat_interleave(2) for x in (pairs.long(), weights))
-            tokens = 2 * listed + torch.arange(len(listed), device="cpu") % 2
-            there = (tokens < length) & valid[b, tokens.clamp(max=valid.shape[1] - 1)].bool()
+            added = weights[b, h, : int(counts[b, h])].double()
+            tokens = tokens_of(pairs[b, h, : len(added)], 2)
+            there = are_seen(tokens, valid[b], length)
             if skipped is not None:
                 there &= skipped[b, h, tokens.clamp(max=skipped.shape[2] - 1)] == 0
-            used = tokens[there]
-            if not len(used):
-                continue
-            keys, values = pool[table[b].long()[used // size], h, :, used % size].double().unbind(1)
-            raw = Scores(scale, softcap).of(keys @ vector)
-            scores = raw + added[there].double()
-            shares, lse[b, hq] = scores.softmax(0), scores.logsumexp(0)
-            slope = 1.0 if softcap is None else 1 - (raw / softcap) ** 2
-            out[b, hq], kbar[b, hq] = shares @ values, (shares * slope) @ keys
-            masses = torch.zeros_like(added, dtype=torch.float64).masked_scatter(there, shares).view(-1, 2).sum(1)
-            left = 1 - (-added[::2].double()).exp()
-            errors[b, hq] = (0.75 * left * masses**2).sum().sqrt() * portion[b, hq]
-    return out, lse, kbar, errors
+            more, scores = added.repeat_interleave(2), Scores(scale, softcap)
+            *sums, shares = attend(vector, pool[:, h], table[b], tokens[there], scores, more[there])
+            masses = torch.zeros_like(more).masked_scatter(there, shares).view(-1, 2).sum(1)
+            error = (0.75 * (1 - (-added).exp()) * masses**2).sum().sqrt() * portion[b, hq].double()
+            rows.append((*sums, error))
+    out, lse, kbar, errors = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return out.view(query.shape), lse.view(query.shape[:2]), kbar.view(query.shape), errors.view(query.shape[:2])
 
 
 def threshold(i: int, position: int, layer: int) -> float:
@@ -144,31 +105,21 @@ def draw_pairs(x: Tensor, position: int, layer: int) -> list[tuple[int, float]]:
 
 
 def listed_scores(
-    query: Tensor,
-    pool: Tensor,
-    table: Tensor,
-    blocks: Tensor,
-    counts: Tensor,
-    valid: Tensor,
-    length: int,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+    query: Tensor, pool: Tensor, table: Tensor, blocks: Tensor, counts: Tensor, valid: Tensor, length: int, *,
+    scale: float, softcap: float | None,
+) -> Tensor:  # fmt: skip
     """Return `scores` [B, Hq, C * block_size], float64, of `decode_attention`; NaN where it writes none."""
     group, size = query.shape[1] // pool.shape[1], pool.shape[3]
-    scores = torch.full((*query.shape[:2], blocks.shape[2], size), math.nan, dtype=torch.float64, device="cpu")
+    scores = torch.full((*query.shape[:2], blocks.shape[2] * size), math.nan, dtype=torch.float64, device="cpu")
     for b, heads in enumerate(query.double()):
         for hq, vector in enumerate(heads):
-            for c in range(int(counts[b, hq // group])):
-                n = int(blocks[b, hq // group, c])
-                found = pool[int(table[b, n]), hq // group, 0].double() @ vector * scale
-                if softcap is not None:
-                    found = softcap * torch.tanh(found / softcap)
-                positions = n * size + torch.arange(size, device="cpu")
-                seen = (positions < length) & valid[b, positions.clamp(max=valid.shape[1] - 1)].bool()
-                scores[b, hq, c] = torch.where(seen, found, -math.inf)
-    return scores.flatten(2)
+            h = hq // group
+            tokens = tokens_of(blocks[b, h, : int(counts[b, h])], size)
+            found = Scores(scale, softcap).of(
+                pool[table[b].long()[tokens // size], h, 0, tokens % size].double() @ vector
+            )
+            scores[b, hq, : len(tokens)] = torch.where(are_seen(tokens, valid[b], length), found, -math.inf)
+    return scores
 
 
 def tail_lse(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import numpy as np
 import pytest
 import torch
-from pools import Case, bits, make_case, run
+from pools import make_case, random_submeans, run
 
 from hf_offload.cpu.kernels.decode_attention import decode_attention
-from hf_offload.cpu.kernels.digest_scores import Digest, vectors
-from hf_offload.cpu.launch import Launch, LaunchSequence
+from hf_offload.cpu.launch import LaunchSequence
 from hf_offload.policies.fluxion.kernels.scheduler import TaskLists, make_task_lists, take_task, whole_tasks
 from hf_offload.policies.fluxion.kernels.selector import Budgets, Chosen, rank_tasks, retrieve_blocks
 
@@ -24,40 +22,31 @@ class Work:
 
     def __init__(self, seed: int, length: int) -> None:
         torch.manual_seed(seed)
-        rng = np.random.default_rng(seed)
-        self.case: Case = make_case(3, KV_HEADS, DIM, BLOCK, length, DTYPE, (0, 37, length - 40), scattered=0.02)
-        heads, self.end = KV_HEADS * GROUP, length // BLOCK - 1
-        self.first = np.array([1, 3, self.end], np.int32)  # the last row has nothing on the host
-        self.query = torch.randn(3, heads, DIM)
-        blocks = len(self.case.block_ptr)
-        digests, bias = torch.randn(blocks, KV_HEADS, 2 * DIM), torch.zeros(blocks)
-        bias[int(self.case.table[0, 2])] = -math.inf
-        doubled = torch.cat([self.query.clamp(min=0), self.query.clamp(max=0)], -1)
-        self.digest: Digest = vectors(doubled.numpy(), digests.numpy(), bias.numpy(), dtype=torch.float32)
+        case = make_case(3, KV_HEADS, DIM, BLOCK, length, DTYPE, (0, 37, length - 40), scattered=0.02)
+        heads, end = KV_HEADS * GROUP, length // BLOCK - 1
+        self.first, self.end = np.array([1, 3, end], np.int32), end  # the last row has nothing on the host
+        query = torch.randn(3, heads, DIM).numpy()
+        digest, _ = random_submeans(3, len(case.block_ptr), BLOCK // 2, DIM)
         streaming = np.zeros((3, heads), np.uint8)
         streaming[1, :GROUP] = 1
         self.budgets = Budgets(
-            rng.uniform(0.0, 0.6, (3, heads)).astype(np.float32), np.full((3, heads), 0.02, np.float32), streaming,
+            torch.rand(3, heads).numpy() * 0.6, np.full((3, heads), 0.02, np.float32), streaming,
             np.array([1, 2, 4], np.int32), BLOCK, 8.0, 128.0,
         )  # fmt: skip
-        self.masses = np.full((3, heads, (self.end + 15) // 16 * 16), np.nan, np.float32)
         self.spans, self.runs = np.zeros((3, KV_HEADS), np.int32), np.zeros((3, heads), np.int32)
-        self.blocks, self.counts = np.zeros((3, KV_HEADS, self.end), np.int32), np.zeros((3, KV_HEADS), np.int32)
+        self.blocks, self.counts = np.zeros((3, KV_HEADS, end), np.int32), np.zeros((3, KV_HEADS), np.int32)
         self.out, self.lse = np.zeros((3, heads, DIM), np.float32), np.full((3, heads), -np.inf, np.float32)
         self.order, self.volumes = np.full(3 * KV_HEADS, -1, np.int32), np.zeros(3 * KV_HEADS)
-
-    def launches(self) -> tuple[Launch, Launch]:
-        table, length = self.case.table.numpy(), self.case.length
-        choice = retrieve_blocks(
-            self.query.numpy(), self.digest, table, self.budgets, self.masses,
-            Chosen(self.first, self.end, self.spans, self.runs, self.blocks, self.counts), sums=False, scale=1.0,
+        self.choice = retrieve_blocks(
+            query, digest, case.table.numpy(), self.budgets,
+            np.full((3, heads, (end + 15) // 16 * 16), np.nan, np.float32),
+            Chosen(self.first, end, self.spans, self.runs, self.blocks, self.counts), sums=True, scale=1.0,
             softcap=None,
         )  # fmt: skip
-        attention = decode_attention(
-            self.query.numpy(), self.case.host_blocks(DTYPE), self.blocks, self.counts, length, self.out, self.lse,
-            scale=0.2, softcap=None,
-        )  # fmt: skip
-        return choice, attention
+        self.attention = decode_attention(
+            query, case.host_blocks, self.blocks, self.counts, length, self.out, self.lse, scale=0.2, softcap=None
+        )
+        self.keep = case
 
     def lists(self) -> TaskLists:
         """All tasks in the CPU's list."""
@@ -72,60 +61,48 @@ class Work:
 @pytest.mark.parametrize("length", [170, pytest.param(2600, marks=pytest.mark.slow)])
 def test_tasks_give_what_the_two_launches_give(length: int) -> None:
     one, other = Work(3, length), Work(3, length)
-    for launch in one.launches():
-        run(launch)
+    run(one.choice)
+    run(one.attention)
     lists = other.lists()
     assert sorted(lists.order[0, : lists.counts[0]].tolist()) == [0, 1, 3]  # row 1's first heads stream, row 2 is short
-    launch = whole_tasks(*other.launches(), lists)
+    launch = whole_tasks(other.choice, other.attention, lists)
     run(launch, threads=3)
     assert launch.ticket[1] == 3
     for name in ("spans", "runs", "counts"):
         assert np.array_equal(getattr(one, name)[:2], getattr(other, name)[:2]), name
     assert one.counts[:2].sum() > 0
-    for b in range(2):
-        for h in range(KV_HEADS):
-            count = one.counts[b, h]
-            assert np.array_equal(one.blocks[b, h, :count], other.blocks[b, h, :count])
+    for each in np.ndindex(2, KV_HEADS):
+        assert np.array_equal(one.blocks[each][: one.counts[each]], other.blocks[each][: one.counts[each]])
     there = one.lse > -np.inf
     assert np.array_equal(one.lse, other.lse)
     assert np.array_equal(one.out[there], other.out[there])
     assert np.isfinite(one.out[there]).all()
-    assert bits(one.case.slabs[0]).size  # the pool outlives its addresses
 
 
-def test_what_another_hand_takes_is_left_alone() -> None:
-    work = Work(5, 300)
+def test_what_another_hand_takes_is_left_alone_and_launches_behind_run() -> None:
+    work, behind = Work(5, 300), Work(3, 170)
     lists = work.lists()
-    launch, mine = whole_tasks(*work.launches(), lists), take_task(lists, 0)
-    launch()
-    assert launch.ticket[1] == lists.counts[0] - 1
+    launch, mine = whole_tasks(work.choice, work.attention, lists), take_task(lists, 0)
+    LaunchSequence([launch, behind.choice, behind.attention]).run()
+    assert launch.ticket[1] == launch.ticket[0] == lists.counts[0] - 1
     b, h = divmod(mine, KV_HEADS)
     assert work.counts[b, h] == 0
     assert (work.lse[b, h * GROUP : (h + 1) * GROUP] == -np.inf).all()
     assert (work.lse > -np.inf).sum() == GROUP * (lists.counts[0] - 1)
-
-
-def test_launches_behind_one_whose_tasks_were_taken_run() -> None:
-    work, behind = Work(5, 300), Work(3, 170)
-    lists = work.lists()
-    launch = whole_tasks(*work.launches(), lists)
-    take_task(lists, 0)
-    sequence = LaunchSequence([launch, *behind.launches()])
-    sequence.run()
-    assert launch.ticket[1] == launch.ticket[0] == lists.counts[0] - 1
     assert (behind.lse[0] > -np.inf).all()
 
 
-def test_arguments_are_found_by_name() -> None:
-    """What does not fit together is refused, whatever the order of the kernels' parameters."""
-    choice, attention = Work(3, 170).launches()
-    for launch in (choice, attention):
+def test_launches_that_do_not_belong_together_are_refused() -> None:
+    work, other = Work(3, 170), Work(3, 170)
+    for launch in (work.choice, work.attention):
         assert all(launch.arg(name) is given for name, given in zip(launch.kernel.names[2:], launch.args, strict=True))
-    lists = Work(3, 170).lists()
-    with pytest.raises(ValueError, match="other blocks"):
-        whole_tasks(choice, Work(3, 170).launches()[1], lists)
-    with pytest.raises(ValueError, match="not in tuple"):  # `decode_kernel` has no budgets
-        whole_tasks(attention, choice, lists)
+    for given, why in (
+        ((work.choice, other.attention, work.lists()), "other blocks than those that are chosen"),
+        ((work.attention, work.choice, work.lists()), "not in tuple"),  # its kernel has no budgets
+        ((work.choice, work.attention, make_task_lists(3)), "order has shape"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            whole_tasks(*given)
 
 
 def test_a_task_is_taken_once_from_both_ends() -> None:
@@ -161,12 +138,3 @@ def test_the_order_by_hand() -> None:
     assert found == 3
     assert order[:3].tolist() == [0, 2, 1]
     assert spans.tolist() == [[1, 1], [1, 0], [1, 1]]
-
-
-def test_launches_that_do_not_belong_together_are_refused() -> None:
-    work = Work(1, 170)
-    choice, attention = work.launches()
-    with pytest.raises(ValueError, match="other blocks than those that are chosen"):
-        whole_tasks(Work(1, 170).launches()[0], attention, work.lists())
-    with pytest.raises(ValueError, match="order has shape"):
-        whole_tasks(choice, attention, make_task_lists(3))

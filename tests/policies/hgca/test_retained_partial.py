@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 
 from hf_offload import HybridCache
-from hf_offload.cpu.launch import Launch
 from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.attend_tokens import RetainedHostPartial
 
@@ -17,28 +16,10 @@ BLOCK, PROMPT, APPEND = 16, 170, 40
 STEPS = 3 * BLOCK
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, ...]]:
-    """All launches, in the order in which they are made."""
-    found: list[tuple[Launch, ...]] = []
-    make = RetainedHostPartial.make_launches
-
-    def noting(self: RetainedHostPartial, scores: Any) -> tuple[Launch, ...]:
-        found.append(make(self, scores))
-        return found[-1]
-
-    monkeypatch.setattr(RetainedHostPartial, "make_launches", noting)
-    return found
-
-
-@torch.no_grad()
 def converse(batch: int, turns: list[tuple[int, int]], **knobs: Any) -> tuple[torch.Tensor, int]:
     """Logits `[steps, B, V]` of decode steps, and the number of layers. Rows after the first are padded.
 
-    Args:
-        batch: rows.
-        turns: (tokens to append first, or, below 0, to crop; decode steps) of each turn.
-        knobs: of the cache.
+    A turn appends tokens first, or below 0 crops them, and then decodes steps.
     """
     model, length, logits = tiny_model("llama"), 0, []
     cache = HybridCache(model, "hgca", tier="split", window=60, block_size=BLOCK, **knobs)
@@ -48,35 +29,33 @@ def converse(batch: int, turns: list[tuple[int, int]], **knobs: Any) -> tuple[to
     for change, steps in turns:
         if change < 0:
             cache.crop(change)
-            length += change
-        for count in [change] * (change > 0) + [1] * steps:
-            here = slice(length, length + count)
-            positions = (mask.cumsum(1) - 1).clamp(0)[:, here]
-            length += count
-            out = model(
-                ids[:, here], attention_mask=mask[:, :length], position_ids=positions, past_key_values=cache
-            ).logits[:, -1]
-            logits += [out] * (count == 1)
+        begin = length if change > 0 else length + change
+        length += change
+        found = feed(model, cache, ids, mask, sorted({begin, *range(length, length + steps + 1)}))
+        logits += [out[:, -1] for out in found[-steps:]]
+        length += steps
     return torch.stack(logits), len(list(hybrid_layers(cache)))
 
 
 @pytest.mark.parametrize(("rescue", "beta"), [(0, 3.0), (24, 3.0), (24, 1e6)])
-def test_kept_launches_compute_what_new_ones_do(
-    made: list[Any], monkeypatch: pytest.MonkeyPatch, rescue: int, beta: float
+def test_launches_are_kept_while_no_block_comes_or_leaves(
+    monkeypatch: pytest.MonkeyPatch, rescue: int, beta: float
 ) -> None:
-    """Whether some tokens are retained or none: behind a prompt, an append, a crop of steps, and one across the append.
+    """And compute what new ones do, whether some tokens are retained or none.
 
-    Lists grow, and a row is padded.
+    Behind a prompt, an append, a crop of steps, and one across the append. Lists grow, and a row is padded.
     """
+    made, make = [0], RetainedHostPartial.make_launches
+
+    def counted(self: RetainedHostPartial, scores: Any) -> Any:
+        made[0] += 1
+        return make(self, scores)
+
+    monkeypatch.setattr(RetainedHostPartial, "make_launches", counted)
     turns = [(PROMPT, STEPS), (APPEND, STEPS), (-9, 20), (-107, 20)]
     kept, layers = converse(2, turns, rescue=rescue, beta=beta)
-    first = len(made)
+    some = made[0]
     monkeypatch.setattr(RetainedHostPartial, "_launches", lambda self, scores, make: make(scores))
     new, _ = converse(2, turns, rescue=rescue, beta=beta)
     assert torch.equal(kept, new)
-    assert 0 < 3 * first < len(made) - first <= layers * len(new)
-
-
-def test_launches_are_made_when_a_block_comes_or_leaves(made: list[Any]) -> None:
-    _, layers = converse(1, [(PROMPT, STEPS)], rescue=24, beta=3.0)
-    assert layers * STEPS // BLOCK < len(made) <= layers * (2 * STEPS // BLOCK + 2)
+    assert 0 < 3 * some < made[0] - some <= layers * len(new)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,7 @@ import pytest
 import torch
 from breaking import UNDONE, broken_launch
 from pools import used_bytes
-from test_from_cache import decode, prefill
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
@@ -23,7 +24,7 @@ from hf_offload.policies.hgca import retained_tokens, token_mass
 
 BLOCK = 16
 KNOBS: dict[str, Any] = {"window": 40, "block_size": BLOCK, "prefill_tile": 64}
-TIERS = ["one", "split"]
+TIERS = pytest.mark.parametrize("tier", ["one", "split"])
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +46,14 @@ def converse(
 ) -> torch.Tensor:
     """Logits of a prompt, steps, a turn and more steps, with padding; `attempt` makes each forward."""
     ids, mask = prompt(2, 240)
-    pieces = [(0, 110), *((t, t + 1) for t in range(110, 150)), (150, 180), *((t, t + 1) for t in range(180, 240))]
     rows = []
-    with torch.no_grad():
-        for first, stop in pieces:
-            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
-            inputs = {
-                "input_ids": ids[:, first:stop], "attention_mask": mask[:, :stop], "position_ids": positions,
-                "past_key_values": cache,
-            }  # fmt: skip
-            rows.append(attempt(lambda inputs=inputs: model(**inputs).logits)[:, -1])
+    for piece in itertools.pairwise([0, *range(110, 151), *range(180, 241)]):
+        rows.append(attempt(lambda piece=piece: feed(model, cache, ids, mask, piece)[-1])[:, -1])
     return torch.stack(rows, 1)
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("tier", TIERS)
+@TIERS
 @pytest.mark.parametrize(
     ("module", "name", "calls"),
     [
@@ -97,29 +91,25 @@ def test_a_job_that_fails_is_told_with_its_layer_and_done_again(
     assert all("leave" in text and "to the CPU" in text and UNDONE in text for text in told)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@TIERS
 def test_what_nobody_could_decide_is_kept_until_the_next_append(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
-    cache, shares = make(model, tier), []
-    ids, mask = prompt(1, 150)
+    cache, (ids, mask) = make(model, tier), prompt(1, 211)
     with monkeypatch.context() as patch:
         patch.setattr(token_mass, "weigh_tokens", broken_launch)
-        token = prefill(model, cache, ids, mask)
+        feed(model, cache, ids, mask, (0, 150))
         with pytest.raises(WorkerError, match="what 150 tokens leave to the CPU in layer 0"):
-            decode(model, cache, token, mask, 1)
-    decode(model, cache, token, mask, 40)
-    shares.append([row.kept_share_by_head for row in cache.stats().layers])
-    with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache)
+            feed(model, cache, ids, mask, (150, 151))
+    feed(model, cache, ids, mask, range(150, 191))
+    assert [row.kept_share_by_head for row in cache.stats().layers] == [[1.0, 1.0]] * 4
+    feed(model, cache, ids, mask, (190, 211))
     cache.drain()
-    shares.append([row.kept_share_by_head for row in cache.stats().layers])
-    assert shares[0] == [[1.0, 1.0]] * 4
-    assert max(max(row) for row in shares[1]) < 1.0, shares
+    assert max(max(row.kept_share_by_head) for row in cache.stats().layers) < 1.0
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("tier", TIERS)
+@TIERS
 def test_tokens_are_the_same_however_late_and_by_however_many_threads(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
@@ -139,7 +129,7 @@ def test_tokens_are_the_same_however_late_and_by_however_many_threads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
+@TIERS
 def test_threads_that_are_killed_are_replaced(model: PreTrainedModel, tier: str) -> None:
     cache, want, steps = make(model, tier, threads=2), converse(model, make(model, tier)), [0]
     worker = cache.settings.worker
@@ -147,24 +137,21 @@ def test_threads_that_are_killed_are_replaced(model: PreTrainedModel, tier: str)
     def attempt(act: Callable[[], Any]) -> Any:
         steps[0] += 1
         if steps[0] % 7 == 3:
-            threads = [thread for thread in worker._pool if thread.is_alive()]
-            for _ in threads:
+            for _ in range(2):
                 worker._queue.put(None)
-            for thread in threads:
-                thread.join(300)
+            while worker.alive():
+                time.sleep(0.01)
         return act()
 
     assert torch.equal(converse(model, cache, attempt), want)
 
 
 def test_a_job_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None:
-    cache = make(model, "split")
-    ids, mask = prompt(1, 150)
-    token = prefill(model, cache, ids, mask)
-    decode(model, cache, token, mask, 1)
+    cache, (ids, mask) = make(model, "split"), prompt(1, 191)
+    feed(model, cache, ids, mask, (0, 150, 151))
     cache.settings.worker.delay, cache.settings.worker.timeout = 5.0, 0.3
     with pytest.raises(WorkerError, match=r"layer \d+.*: not done in time"):
-        decode(model, cache, token, torch.ones(1, 151, dtype=torch.long), 40)
+        feed(model, cache, ids, mask, range(151, 192))
 
 
 @pytest.mark.parametrize(
@@ -194,20 +181,19 @@ def test_memory_that_nobody_wrote_is_never_read(
     assert torch.equal(converse(model, make(model, tier, host_dtype=host_dtype)), want)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@TIERS
 def test_sinks_that_are_padding_are_not_kept(model: PreTrainedModel, stock: PreTrainedModel, tier: str) -> None:
-    ids, mask = prompt(2, 110)
+    ids, mask = prompt(2, 140)
     mask[:, 30:40] = 0
-    cache, whole = make(model, tier, beta=0.0, sinks=20), DynamicCache(config=stock.config)
-    token = prefill(model, cache, ids, mask)
-    prefill(stock, whole, ids, mask)
-    got, want = decode(model, cache, token, mask, 30), decode(stock, whole, token, mask, 30)
-    assert torch.allclose(got[1], want[1], atol=5e-5)
+    cuts, whole = (0, *range(110, 141)), DynamicCache(config=stock.config)
+    got = feed(model, make(model, tier, beta=0.0, sinks=20), ids, mask, cuts)
+    want = feed(stock, whole, ids, mask, cuts)
+    assert all(torch.allclose(one, other, atol=5e-5) for one, other in zip(got[1:], want[1:], strict=True))
     strict = make(model, tier, beta=1e9, sinks=20)
-    prefill(model, strict, ids, mask)
+    feed(model, strict, ids, mask, (0, 110))
     strict.drain()
     lists = hybrid_layers(strict)[0].state.retained
-    for row, first in enumerate((0, 27)):
+    for row, first in enumerate((0, int(mask[1].argmax()))):
         kept = [t for t in range(first, first + 20) if mask[row, t] and t < 64]
         assert lists.positions[2 * row, : lists.counts[2 * row]].tolist() == kept
 
@@ -217,24 +203,22 @@ def test_an_answer_may_outgrow_what_there_was_room_for(
     model: PreTrainedModel, stock: PreTrainedModel, tier: str
 ) -> None:
     """Averages have room for 1024 tokens at first."""
-    ids, mask = prompt(1, 990)
-    cache, whole = make(model, tier, beta=0.0, window=16), DynamicCache(config=stock.config)
-    token = prefill(model, cache, ids, mask)
-    prefill(stock, whole, ids, mask)
-    got, want = decode(model, cache, token, mask, 75), decode(stock, whole, token, mask, 75)
-    assert torch.equal(got[0], want[0])
+    given, cuts = prompt(1, 1065), (0, *range(990, 1066))
+    cache = make(model, tier, beta=0.0, window=16)
+    got = torch.cat(feed(model, cache, *given, cuts)[1:], 1)
+    want = torch.cat(feed(stock, DynamicCache(config=stock.config), *given, cuts)[1:], 1)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
     assert all(layer.state.evicted * BLOCK > 1024 for layer in hybrid_layers(cache))
 
 
 # --- what it reports --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@TIERS
 def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) -> None:
-    cache = make(model, tier)
+    cache, short = make(model, tier), make(model, tier)
     assert cache.stats().as_dict()["kept_share"] is None
-    short = make(model, tier)
-    prefill(model, short, *prompt(2, 30))
+    feed(model, short, *prompt(2, 30), (0, 30))
     short.drain()
     assert short.stats().as_dict()["kept_share"] is None  # nothing has left the window
     converse(model, cache)
@@ -245,28 +229,23 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
         counts = lists.counts.reshape(2, 2).sum(0)
         assert row.kept_share_by_head == pytest.approx((counts / (valid[:, :stop] != 0).sum()).tolist())
         assert 0 < min(row.kept_share_by_head) <= max(row.kept_share_by_head) < 1
-        assert row.reevaluations == 2
         left = [(tokens - layer.index) // BLOCK for tokens in (110, 150, 180, 240)]  # layers take turns
-        assert row.evictions == left[1] - left[0] + left[3] - left[2]
-        assert row.eviction_seconds > 0
-        assert row.reevaluation_seconds > 0
-        blocks = int(lists.block_counts.sum())
-        assert row.context_bytes == used_bytes(lists.pool) == blocks * 2 * BLOCK * 16 * 4
+        assert (row.reevaluations, row.evictions) == (2, left[1] - left[0] + left[3] - left[2])
+        assert min(row.eviction_seconds, row.reevaluation_seconds) > 0
+        assert row.context_bytes == used_bytes(lists.pool) == int(lists.block_counts.sum()) * 2 * BLOCK * 16 * 4
         assert row.salience_bytes > 2 * 4 * 240 * 4
-    whole = stats.as_dict()
-    assert whole["evictions"] == sum(row.evictions for row in stats.layers)
-    assert whole["context_bytes"] == sum(row.context_bytes for row in stats.layers)
+    whole, table = stats.as_dict(), stats.table()
+    for name in ("evictions", "context_bytes"):
+        assert whole[name] == sum(getattr(row, name) for row in stats.layers)
     kept = [share for row in stats.layers for share in row.kept_share_by_head]
     assert whole["kept_share"] == pytest.approx(sum(kept) / len(kept))
     assert whole["layers"][0]["kept_share_by_head"] == stats.layers[0].kept_share_by_head
-    table = stats.table()
     assert "kept" in "".join(table.splitlines()[2:5])
-    assert f"{whole['kept_share']:.3f}" in table
-    assert f"{min(kept):.2f}–{max(kept):.2f}" in table
-    said = table.splitlines()[-1]
-    assert f"p99 {1000 * whole['time_between_tokens']['p99']:.1f}" in said
-    assert f"{whole['evictions']} evictions" in said
-    assert "8 reevaluations" in said
+    p99 = f"p99 {1000 * whole['time_between_tokens']['p99']:.1f}"
+    for text in (f"{whole['kept_share']:.3f}", f"{min(kept):.2f}–{max(kept):.2f}"):
+        assert text in table
+    for text in (p99, f"{whole['evictions']} evictions", "8 reevaluations"):
+        assert text in table.splitlines()[-1]
     cache.reset()
     assert cache.stats().as_dict()["context_bytes"] == 0
 
@@ -274,8 +253,7 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
 def test_times_are_those_of_decisions(model: PreTrainedModel) -> None:
     """And not of what happens until the next token arrives."""
     cache = make(model, "one")
-    ids, mask = prompt(1, 150)
-    prefill(model, cache, ids, mask)
+    feed(model, cache, *prompt(1, 150), (0, 150))
     for layer in hybrid_layers(cache):
         layer.state._job[0].result()
     seconds = [layer.state._job[1].seconds for layer in hybrid_layers(cache)]
@@ -285,12 +263,11 @@ def test_times_are_those_of_decisions(model: PreTrainedModel) -> None:
 
 
 def test_beams_share_lists(model: PreTrainedModel) -> None:
-    ids, mask = prompt(1, 300)
-    cache = make(model, "one", beta=0.0)
-    token = prefill(model, cache, ids, mask)
+    (ids, mask), cache = prompt(1, 330), make(model, "one", beta=0.0)
+    feed(model, cache, ids, mask, (0, 300))
     cache.drain()
     one = cache.stats().as_dict()["context_bytes"]
     cache.batch_repeat_interleave(3)
     assert cache.stats().as_dict()["context_bytes"] == one
-    decode(model, cache, token + torch.arange(3)[:, None], mask.expand(3, -1), 30)
+    feed(model, cache, ids + torch.arange(3)[:, None], mask.expand(3, -1), range(300, 331))
     assert one < cache.stats().as_dict()["context_bytes"] < 2 * one

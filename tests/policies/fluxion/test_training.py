@@ -1,8 +1,9 @@
-"""Training of a predictor end to end: samples, an interruption, other settings, file, command line."""
+"""Training of a predictor: what is learnt, from the samples of a text to a file, by the command."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,129 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 from typer.testing import CliRunner
 
+from hf_offload import ConstantPredictor
 from hf_offload.cli import app
 from hf_offload.files.fingerprint import likeness
 from hf_offload.model.hooks import find_layers
+from hf_offload.policies.fluxion.budgets import GRANULARITIES
+from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about
 from hf_offload.tools import assets
 from hf_offload.tools.training import train as training
-from hf_offload.tools.training.fitting import Fitting
+from hf_offload.tools.training.fitting import Fitting, fit_predictor
+from hf_offload.tools.training.report import quality, r_squared
 from hf_offload.tools.training.samples import Sampling
 from hf_offload.tools.training.train import Window, check_sampling, collect, cut_windows, train
 
+OF: dict[str, Any] = {"tau": 0.1, "digest": "quest", "sinks": 64, "local": 256}
 SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
 QUICK = Fitting(epochs=3, batch=64)
+
+
+# --- fitting ----------------------------------------------------------------------------------------------------------
+
+
+def lesson(count: int, seed: int, noise: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heads whose first feature says whether they are streaming, and the next two the line of their budgets."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, len(FEATURES), generator=generator)
+    first, slope = 0.1 + 0.03 * features[:, 1], 0.03 + 0.01 * features[:, 2]
+    budgets = first[:, None] + slope[:, None] * torch.tensor(GRANULARITIES).log2()
+    budgets = budgets + noise * torch.randn(count, 1, generator=generator)
+    budgets = budgets.clamp(1e-3, 1.0)
+    budgets[features[:, 0] > 0] = 0.0
+    return features, budgets
+
+
+def fitted(noise: float = 0.0, **settings: Any) -> tuple[HeadPredictor, int]:
+    options = {"epochs": 12, "batch": 128, "rate": 3e-3, "streaming_at": 0.5, "fit": "paper", **settings}
+    return fit_predictor(*lesson(3000, 0, noise), *lesson(600, 1, noise), Fitting(**options), **OF)
+
+
+def test_what_can_be_learnt_is_learnt() -> None:
+    made, epochs = fitted()
+    assert 1 <= epochs <= 12
+    found = quality(made, *lesson(600, 2), "paper")
+    assert min(found["r2_budget0"], found["r2_slope"]) > 0.8
+    assert min(found["streaming_precision"], found["streaming_recall"]) > 0.95
+    assert found["budgets"]["32"]["predicted"] == pytest.approx(found["budgets"]["32"]["needed"], rel=0.1)
+
+
+def test_the_same_seed_gives_the_same_predictor() -> None:
+    """Whether the caller wants gradients or not."""
+    with torch.no_grad():
+        again, _ = fitted(epochs=2)
+    assert torch.equal(fitted(epochs=2)[0].outputs.weight, again.outputs.weight)
+
+
+def test_underestimates_can_weigh_more() -> None:
+    features, budgets = lesson(600, 2, noise=0.1)
+    even, careful = (
+        quality(fitted(noise=0.1, epochs=6, under=under)[0], features, budgets, "paper")["budgets"]["16"]
+        for under in (1.0, 8.0)
+    )
+    assert careful["too_little"] < 0.6 * even["too_little"]
+    assert careful["too_much"] > even["too_much"]
+
+
+def test_the_line_may_leave_single_tokens_out() -> None:
+    """Budgets that jump behind the first: a line through all is off everywhere, one through the others is not."""
+    features, budgets = lesson(600, 2)
+    (seen, known), jump = lesson(3000, 0), torch.tensor([0.0, 0.4, 0.4, 0.4, 0.4])
+    for target in (budgets, known):
+        target[target.amax(1) > 0] = jump
+    errors = {}
+    for fit in ("online", "paper"):
+        fitting = Fitting(epochs=8, batch=128, streaming_at=0.5, fit=fit)
+        made, _ = fit_predictor(seen, known, features, budgets, fitting, **OF)
+        rows = quality(made, features, budgets, fit)["budgets"].values()
+        errors[fit] = max(row["too_little"] + row["too_much"] for row in rows)
+    assert 2 * errors["online"] < errors["paper"]
+
+
+def test_it_ends_when_nothing_gets_better_and_keeps_the_best() -> None:
+    """Held-out budgets that contradict the lesson: the first epochs stay the best, whatever follows."""
+    features, budgets = lesson(600, 1)
+    wrong = torch.where(budgets > 0, 0.0, 0.3)
+    made, epochs = fit_predictor(*lesson(3000, 0), features, wrong, Fitting(epochs=30, patience=2, batch=128), **OF)
+    assert epochs <= 3
+    assert torch.isfinite(made(torch.zeros(2, len(FEATURES)))).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 0}, "epochs=0 is not a count; use an integer of at least 1"),
+        ({"under": -1.0}, r"under=-1\.0 is not a weight; use a number above 0"),
+        ({"streaming_at": 1.0}, r"streaming_at=1\.0 is not a probability"),
+        ({"fit": "best"}, "fit='best' is not known; use one of online, paper"),
+        ({}, r"no head of the samples needs the host for tau=0\.1"),
+    ],
+)
+def test_settings_and_samples_that_teach_nothing_are_refused(change: dict[str, Any], message: str) -> None:
+    features, budgets = lesson(50, 0)
+    with pytest.raises(ValueError, match=message):
+        fit_predictor(features, 0 * budgets, features, budgets, Fitting(**change), **OF)
+
+
+def test_figures_by_hand() -> None:
+    """Three heads, one streaming; 0.2 + 0.02 · log₂ blk is predicted for all of them."""
+    budgets = torch.tensor([[0.0] * 5, [0.1, 0.3, 0.3, 0.3, 0.3], [0.3, 0.3, 0.3, 0.3, 0.5]])
+    found = quality(ConstantPredictor(0.2, 0.02), torch.zeros(3, 41), budgets, "paper")
+    assert found["budgets"]["16"] == pytest.approx(  # 0.28 is predicted
+        {"needed": 0.2, "predicted": 0.28, "too_little": 0.04 / 3, "too_much": 0.28 / 3, "enough": 1 / 3}, abs=1e-6
+    )
+    assert found["streaming_share"] == pytest.approx(1 / 3)
+    assert found["streaming_precision"] == found["streaming_recall"] == 0.0
+    assert found["r2_budget0"] == pytest.approx(0.0, abs=1e-6)  # the mean of 0.1 and 0.3
+    all_streaming = quality(ConstantPredictor(streaming=True), torch.zeros(3, 41), budgets, "paper")
+    assert all_streaming["streaming_precision"] == pytest.approx(1 / 3)
+    assert all_streaming["streaming_recall"] == 1.0
+    assert all_streaming["budgets"]["128"]["predicted"] == 0.0
+    assert math.isnan(r_squared(torch.ones(3), torch.ones(3)))
+
+
+# --- from a text to a file --------------------------------------------------------------------------------------------
 
 
 def windows() -> list[Window]:
@@ -38,8 +150,7 @@ def test_windows_are_disjoint_and_the_last_ones_are_for_measuring() -> None:
     assert [int(one.ids[0, 0]) for one in cut if one.held_out] == [900, 2150]
     assert all(one.ids.shape == (1, 100) for one in cut)
     alone = cut_windows([list(range(150)), list(range(200, 350))], 100, 4)
-    assert [int(one.ids[0, 0]) for one in alone] == [0, 200]
-    assert [one.held_out for one in alone] == [False, True]
+    assert [(int(one.ids[0, 0]), one.held_out) for one in alone] == [(0, False), (200, True)]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +178,14 @@ def test_too_little_text(texts: list[list[int]], message: str) -> None:
         ({"interval": 298}, "context=300 ends before the steps after interval=298; raise it"),
     ],
 )
-def test_refused_settings(change: dict[str, Any], message: str) -> None:
+def test_refused_sampling(change: dict[str, Any], message: str) -> None:
     check_sampling(SMALL, 300)
     with pytest.raises(ValueError, match=message):
         check_sampling(Sampling(**{**vars(SMALL), **change}), 300)
 
 
 def test_a_predictor_is_trained_and_serves_its_model(tmp_path: Path) -> None:
-    model, cut = tiny_model("llama", "sdpa"), windows()
+    model, cut, path = tiny_model("llama", "sdpa"), windows(), tmp_path / "predictor.safetensors"
     collect(model, cut, SMALL, tmp_path)
     report = train(model, cut, SMALL, QUICK, tmp_path)
     assert report is not None
@@ -84,12 +195,12 @@ def test_a_predictor_is_trained_and_serves_its_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
     identity = likeness(model.config, find_layers(model)[0])
     for tau in SMALL.taus:
-        made = HeadPredictor.load(tmp_path / "predictor.safetensors", identity, tau)
+        made = HeadPredictor.load(path, identity, tau)
         assert (made.digest, made.sinks, made.local) == ("quest", 16, 32)
         assert report["quality"][str(tau)]["budgets"].keys() == {"16", "32", "64", "128"}
-    assert read_about(tmp_path / "predictor.safetensors")["summary"]["windows"] == 4
+    assert read_about(path)["summary"]["windows"] == 4
     with pytest.raises(ValueError, match="another model"):
-        HeadPredictor.load(tmp_path / "predictor.safetensors", {**identity, "weights": {}}, 0.05)
+        HeadPredictor.load(path, {**identity, "weights": {}}, 0.05)
 
 
 @pytest.mark.slow
@@ -108,24 +219,27 @@ def test_what_was_collected_before_an_interruption_is_kept(tmp_path: Path, monke
         patch.setattr(training, "layer_samples", stopped)
         with pytest.raises(KeyboardInterrupt):
             collect(model, cut, SMALL, tmp_path / "one")
-    files = sorted((tmp_path / "one").glob("samples*"))
-    assert len(files) == 2
-    before = [file.stat().st_mtime_ns for file in files]
-    collect(model, cut, SMALL, tmp_path / "one")
-    assert [file.stat().st_mtime_ns for file in files] == before
-    collect(model, cut, SMALL, tmp_path / "two")
-    for file in (tmp_path / "two").glob("samples*"):
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "one").glob("samples*")}
+    assert len(before) == 2
+    for name in ("one", "two"):
+        collect(model, cut, SMALL, tmp_path / name)
+    assert all(file.stat().st_mtime_ns == time for file, time in before.items())
+    files = list((tmp_path / "two").glob("samples*"))
+    assert len(files) == 6
+    for file in files:
         ours, theirs = load_file(tmp_path / "one" / file.name), load_file(file)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert len(list((tmp_path / "two").glob("samples*"))) == 6
 
 
-def test_samples_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+def test_samples_of_other_settings_and_windows_beyond_the_model_are_refused(tmp_path: Path) -> None:
     model, cut = tiny_model("llama", "sdpa"), windows()
     (tmp_path / "settings.json").write_text(json.dumps({"interval": 1}))
     with pytest.raises(ValueError, match="holds samples with another interval; name another folder, or empty this one"):
         collect(model, cut, SMALL, tmp_path)
+    model.config.max_position_embeddings = 200
+    with pytest.raises(ValueError, match="context=300 is longer than the model's 200 positions; use 200"):
+        collect(model, cut, SMALL, tmp_path / "new")
 
 
 def test_windows_are_shared_out_among_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +258,7 @@ def test_windows_are_shared_out_among_processes(tmp_path: Path, monkeypatch: pyt
     assert train(model, cut, SMALL, QUICK, tmp_path) is None
 
 
-def test_windows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
-    model = tiny_model("llama", "sdpa")
-    model.config.max_position_embeddings = 200
-    with pytest.raises(ValueError, match="context=300 is longer than the model's 200 positions; use 200"):
-        collect(model, windows(), SMALL, tmp_path)
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,10 +271,7 @@ def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return {"input_ids": [3 + ord(letter) % 150 for letter in text]}
 
-    def load_demo_model(name: str | None = None, **options: Any) -> tuple[Any, Any]:
-        return tiny_model("llama", "sdpa"), Tokenizer()
-
-    monkeypatch.setattr(assets, "load_demo_model", load_demo_model)
+    monkeypatch.setattr(assets, "load_demo_model", lambda *_, **__: (tiny_model("llama", "sdpa"), Tokenizer()))
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (i * i // 7) % 26) for i in range(1600)))
     return path

@@ -1,0 +1,284 @@
+"""Training samples: partials over blocks, needed budgets, captured queries, and questions about hidden facts."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompt, tiny_model
+
+from hf_offload.attention.merge import merge_partials
+from hf_offload.policies.fluxion.block_attention import Partial, Tokens, attend, attend_blocks, join_blocks
+from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit
+from hf_offload.policies.fluxion.features import FEATURES
+from hf_offload.tools.training import samples
+from hf_offload.tools.training.labels import fit_line, needed_budgets
+from hf_offload.tools.training.needle_samples import ask
+from hf_offload.tools.training.samples import CapturedLayer, Samples, Sampling, capture, layer_samples
+
+HEADS, GROUP, DIM, SCALE = 2, 2, 8, 0.5
+TAUS = (0.02, 0.1, 0.4)
+SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
+
+
+# --- needed budgets ---------------------------------------------------------------------------------------------------
+
+
+def case(length: int) -> tuple[torch.Tensor, Tokens]:
+    """A query and tokens of two rows; some of the second do not count and hold NaN."""
+    torch.manual_seed(length)
+    query, (key, value) = 3 * torch.randn(2, HEADS * GROUP, DIM), torch.randn(2, 2, HEADS, length, DIM)
+    valid = torch.ones(2, length, dtype=torch.bool)
+    valid[1, : length // 3] = False
+    key[1, :, : length // 3], value[1, :, : length // 3] = torch.nan, torch.nan
+    return query, Tokens(key, value, valid)
+
+
+def plain(query: torch.Tensor, tokens: Tokens, row: int, head: int, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    keep = tokens.valid[row, span]
+    key, value = (x[row, head // GROUP, span][keep].double() for x in tokens[:2])
+    if not len(key):
+        return torch.zeros(DIM).double(), torch.tensor(-torch.inf).double()
+    scores = SCALE * key @ query[row, head].double()
+    return scores.softmax(0) @ value, scores.logsumexp(0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 40, 100])
+def test_partials_of_all_tokens_of_blocks_and_of_runs(length: int) -> None:
+    query, tokens = case(length)
+    blocks = attend_blocks(query, tokens, SCALE)
+    out, lse = attend(query, tokens, SCALE)
+    spans = [(out[:, :, None], lse[:, :, None], length)]
+    spans += [(*join_blocks(blocks, run), 16 * run) for run in (1, 2, 4) if length]
+    for outs, sums, tokens_of in spans:
+        assert sums.shape[2] == (-(-length // tokens_of) if length else 1)
+        for row, head, n in [(r, h, n) for r in range(2) for h in range(HEADS * GROUP) for n in range(sums.shape[2])]:
+            want = plain(query, tokens, row, head, slice(tokens_of * n, tokens_of * (n + 1)))
+            torch.testing.assert_close(outs[row, head, n].double(), want[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(sums[row, head, n].double(), want[1], atol=1e-5, rtol=1e-5)
+
+
+def searched(
+    query: torch.Tensor, host: Tokens, near: Partial, full: torch.Tensor, scores: torch.Tensor, row: int, head: int,
+    size: int, tau: float, digest: str,
+) -> float:  # fmt: skip
+    """The least budget, by trying every number of blocks in the order of their scores."""
+    keep = host.valid[row]
+    key, value = (torch.where(keep[:, None], x[row, head // GROUP], 0).double() for x in host[:2])
+    own = torch.where(keep, SCALE * key @ query[row, head].double(), -torch.inf)
+    rank = own
+    if size > 1:
+        runs = torch.split(scores[row, head].double(), size // 16)
+        rank = torch.stack([run.amax() if digest == "quest" else run.logsumexp(0) for run in runs])
+    largest = float(full[row].double().norm(dim=-1).max())
+    base = math.exp(float(near[1][row, head]))
+    chosen: list[int] = []
+    for block in [-1, *rank.argsort(descending=True, stable=True).tolist()]:
+        if block >= 0:
+            chosen += [t for t in range(block * size, min((block + 1) * size, len(own))) if keep[t]]
+        weights = own[chosen].exp()
+        out = (base * near[0][row, head].double() + weights @ value[chosen]) / (base + weights.sum())
+        if float((out - full[row, head].double()).norm()) <= tau * largest:
+            break
+    return len(chosen) / int(keep.sum())
+
+
+@pytest.mark.parametrize("digest", ["quest", "submean"])
+@pytest.mark.parametrize("length", [48, 330])
+def test_budgets_are_those_of_a_search(length: int, digest: str) -> None:
+    """Scores are near the truth but not it."""
+    query, host = case(length)
+    kept = Tokens(*torch.randn(2, 2, HEADS, 40, DIM), torch.ones(2, 40, dtype=torch.bool))
+    near, blocks = attend(query, kept, SCALE), attend_blocks(query, host, SCALE)
+    scores = blocks[1] + 0.5 * torch.randn(blocks[1].shape)
+    far, lse = join_blocks(blocks, -1)
+    full = merge_partials([near, (far[:, :, 0], lse[:, :, 0])])[0]
+    limit = deviation_limit(full, TAUS)
+    found = needed_budgets(near, query, host, blocks, scores, full, limit, scale=SCALE, digest=digest)
+    assert found.shape == (2, HEADS * GROUP, len(GRANULARITIES), len(TAUS))
+    different = set()
+    for row, head in [(row, head) for row in range(2) for head in range(HEADS * GROUP)]:
+        for g, size in enumerate(GRANULARITIES):
+            for t, tau in enumerate(TAUS):
+                want = searched(query, host, near, full, scores, row, head, size, tau, digest)
+                assert float(found[row, head, g, t]) == pytest.approx(want, abs=1e-6)
+                different.add(want)
+    assert len(different) > 5
+
+
+def test_lines_through_budgets() -> None:
+    """Steps 0, 4, 5, 6, 7; through the first budget, or through those that are chosen online: by hand, and exactly."""
+    exact = 0.1 + 0.02 * torch.tensor(GRANULARITIES).log2()
+    others = [0.4, 0.4, 0.6, 0.6]
+    first, slope = fit_line(torch.stack((exact, torch.tensor([0.0, *others]))), "paper")
+    torch.testing.assert_close(first, torch.tensor([0.1, 0.0]))
+    torch.testing.assert_close(slope, torch.tensor([0.02, (1.6 + 2.0 + 3.6 + 4.2) / 126]))
+    first, slope = fit_line(torch.stack((exact, torch.tensor([9.0, *others]))), "online")
+    torch.testing.assert_close(slope, torch.tensor([0.02, 0.08]))  # Σ (step - 5.5) · budget / 5
+    torch.testing.assert_close(first, torch.tensor([0.1, 0.5 - 5.5 * 0.08]))
+    with pytest.raises(ValueError, match="fit='best' is not known; use one of online, paper"):
+        fit_line(exact, "best")
+
+
+# --- captured queries -------------------------------------------------------------------------------------------------
+
+
+def seen(family: str, positions: list[int], length: int = 300) -> list[CapturedLayer]:
+    read: list[int] = []
+    found = list(capture(tiny_model(family, "sdpa"), prompt(1, length)[0], positions, read.append))
+    assert sum(read) == length
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "chunk"), [("llama", [0, 1, 2, 3], 37), ("gemma3", [1, 3], 512), ("opt", [0, 1, 2, 3], 37)]
+)
+def test_captured_queries_give_the_models_attention(
+    family: str, layers: list[int], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Softmax of what was captured against the weights of eager attention; sliding windows are left out."""
+    monkeypatch.setattr(samples, "CHUNK", chunk)
+    positions = [3, 50, 50, 99]
+    found = seen(family, positions, 100)
+    assert [one.layer for one in found] == layers
+    weights = tiny_model(family, "eager")(prompt(1, 100)[0], output_attentions=True).attentions
+    for one in found:
+        key = one.key[0].repeat_interleave(one.queries.shape[1] // one.key.shape[1], 0)
+        for query, position in zip(one.queries, positions, strict=True):
+            scores = one.scale * (key[:, : position + 1] @ query[:, :, None])[..., 0]
+            want = weights[one.layer][0, :, position, : position + 1]
+            torch.testing.assert_close(scores.softmax(-1), want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_model_keeps_its_attention_and_a_softcap_is_refused() -> None:
+    model = tiny_model("llama", "sdpa")
+    with pytest.raises(IndexError):
+        list(capture(model, torch.tensor([[10_000]]), [0], lambda read: None))
+    assert model.config._attn_implementation == "sdpa"
+    q, module = torch.zeros(1, 1, 1, 16), torch.nn.Linear(1, 1)
+    module.layer_idx = 2  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="layer 2 of Linear has softcap, which budgets do not know of"):
+        samples._Capture([0]).attend(module, q, q, q, None, softcap=30.0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_steps_lie_behind_their_prompt(asked: bool) -> None:
+    """Half of those behind a question lie in its answer."""
+    sampling = Sampling(interval=400, steps=8)
+    plan = sampling.positions(1700, seed=1, asked=asked)
+    assert list(plan) == [400, 800, 1200, 1600]
+    for length, steps in plan.items():
+        assert len({*steps}) == 8
+        assert steps == sorted(steps)
+        assert all(length <= step < min(length + 400, 1700) for step in steps)
+        if asked:
+            assert sum(step < length + 24 for step in steps) == 4
+    assert plan == sampling.positions(1700, seed=1, asked=asked) != sampling.positions(1700, seed=2, asked=asked)
+    assert sampling.positions(408, seed=1, asked=asked) == {400: list(range(400, 408))}
+
+
+@pytest.mark.parametrize(("length", "host"), [(63, (16, 16)), (64, (16, 32)), (79, (16, 32)), (300, (16, 256))])
+def test_segments_are_whole_blocks(length: int, host: tuple[int, int]) -> None:
+    assert SMALL.host(length) == host
+
+
+@pytest.mark.parametrize("digest", ["quest", "submean"])
+def test_budgets_keep_the_deviation_and_less_would_not(digest: str) -> None:
+    """Attending sinks, local tokens and as much of the host as a sample says is within τ; one token less is not."""
+    sampling = Sampling(interval=200, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest=digest)
+    plan = sampling.positions(300, seed=0)
+    ((length, steps),) = plan.items()
+    layer = seen("llama", [length - 1, *steps])[1]
+    found = layer_samples(layer, plan, sampling)
+    heads = layer.queries.shape[1]
+    assert found.features.shape == (3 * heads, 41)
+    assert torch.isfinite(found.features).all()
+    assert found.anchor_budgets.shape == (3 * heads, 2, 4)
+    assert found.budgets.shape == (3 * heads, len(GRANULARITIES), 2)
+    key, value = (x[0].double().repeat_interleave(heads // x.shape[1], 0) for x in (layer.key, layer.value))
+    needed = set()
+    for row, position in enumerate(steps):
+        first, stop = sampling.host(position + 1)
+        scores = layer.scale * torch.einsum("htd,hd->ht", key[:, : position + 1], layer.queries[1 + row].double())
+        full = torch.einsum("ht,htd->hd", scores.softmax(-1), value[:, : position + 1])
+        order = scores[:, first:stop].argsort(descending=True)
+        for head, (t, tau) in [(head, each) for head in range(heads) for each in enumerate(sampling.taus)]:
+            count = round(float(found.budgets[row * heads + head, 0, t]) * (stop - first))
+            needed.add(count)
+            errors = []
+            for less in {0, min(count, 1)}:
+                keep = torch.ones(position + 1, dtype=torch.bool)
+                keep[first + order[head, count - less :]] = False
+                out = scores[head, keep].softmax(-1) @ value[head, : position + 1][keep]
+                errors.append(float((out - full[head]).norm() / full.norm(dim=1).max()))
+            assert errors[0] <= tau * (1 + 1e-4)
+            assert count == 0 or errors[1] > tau * (1 - 1e-4)
+    assert len(needed) > 3
+    columns = [FEATURES.index(f"anchor_budget_{size}") for size in GRANULARITIES[1:]]
+    other = found.features_at(1)
+    assert torch.equal(found.features_at(0), found.features)
+    assert torch.equal(other[:, columns], found.anchor_budgets[:, 1])
+    assert (other[:, columns] <= found.features[:, columns]).all()  # a larger deviation needs no more
+    assert not torch.equal(other, found.features)
+    assert len(Samples.joined([found, found]).features) == 2 * len(found.features)
+
+
+# --- facts hidden in a text -------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A token a character; what a chat template writes is in capitals."""
+
+    def __init__(self, chat_template: str | None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        said = [m["content"].strip("\x1f") if self.chat_template == "strips" else m["content"] for m in messages]
+        return "BEGIN" + "".join(f"<{m['role'].upper()}>{text}<END>" for m, text in zip(messages, said, strict=True))
+
+
+def asked_text(template: str | None, seed: int, interval: int = 1000) -> str:
+    text = [ord("~")] * 4000
+    return "".join(
+        map(chr, ask(text, Letters(template), interval=interval, first=64, local=300, seed=seed)[0].tolist())
+    )
+
+
+@pytest.mark.parametrize("template", [None, "marks"])
+def test_answers_follow_at_every_interval(template: str | None) -> None:
+    for seed in range(8):
+        text = asked_text(template, seed)
+        assert text == asked_text(template, seed) != asked_text(template, seed + 1)
+        assert len(text) == 4000
+        assert text.startswith("BEGIN<USER>") == (template is not None)
+        facts = list(re.finditer(r"~\n([^~\n]+)\n~", text))
+        assert len(facts) == 8  # two in each stretch
+        for fact in facts:
+            assert fact.start(1) >= 64
+            assert fact.end(1) <= (fact.start() // 1000 + 1) * 1000 - 300
+        for end in (1000, 2000, 3000):
+            asked, answer = text[:end], text[end : end + 60]
+            frame, stop = ("\n\n", "\n\n") if template is None else ("<END><ASSISTANT>", "<END><USER>")
+            assert asked.endswith(frame)
+            question = asked.removesuffix(frame).rsplit("\n", 1)[1]
+            owner = re.search(r'(?:for the |does the |Where is the |\[")([a-z]+ [a-z]+)', question)
+            assert owner is not None
+            (told,) = [one[1] for one in facts if owner[1] in one[1] and one.end() < end]
+            secret = re.search(r'(?:is|key|under|=) "?([^ ".]+)"?\.?( Keep it\.)?$', told)
+            assert secret is not None
+            assert secret[1] in answer.split(stop)[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "interval", "message"),
+    [(None, 420, "interval=420 leaves no room for facts 300 tokens before"), ("strips", 1000, "chat template")],
+)
+def test_text_that_nothing_can_be_hidden_in_is_refused(template: str | None, interval: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}.*use asked=0"):
+        asked_text(template, 0, interval)
