@@ -65,7 +65,7 @@ class CpuRecorder(TorchDispatchMode):
         for operation in self.operations:
             operation()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """A replay has ended when it returns."""
 
     def _keep(self, tensor: torch.Tensor) -> None:

@@ -241,7 +241,7 @@ def test_one_of_two_threads_inherits_from_one_that_is_gone() -> None:
                 with suppress(RuntimeError):
                     transaction.take()
                 stop.wait()
-                held.append(transaction.mine)
+                held.append(transaction.held_by_this_thread)
 
             heirs = [threading.Thread(target=inherit) for _ in range(2)]
             for heir in heirs:

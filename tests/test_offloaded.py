@@ -141,7 +141,7 @@ def test_weights_that_nothing_brings_are_refused() -> None:
     layer.register_forward_pre_hook(lambda *_: setattr(layer.self_attn.q_proj, "weight", there))
     layer.register_forward_hook(lambda *_: setattr(layer.self_attn.q_proj, "weight", nn.Parameter(there.to("meta"))))
     generate(model, {"tier": "split", "lookahead": "off", "resident": 64})
-    with pytest.raises(ValueError, match=r"LlamaDecoderLayer has weights that nothing brings.*lookahead='off'"):
+    with pytest.raises(ValueError, match=r"LlamaDecoderLayer has offloaded weights.*lookahead='off'"):
         generate(model, MODES[1])
 
 

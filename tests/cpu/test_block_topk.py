@@ -112,10 +112,10 @@ def test_the_prefetched_shares_of_all_heads_cover_every_line(begin: int, end: in
         reached = begin * lines
         for h in range(kv_heads):
             sweep = sweep_from(memory.ctypes.data, row, begin, end, h, kv_heads, steps)
-            assert sweep.place * lines + sweep.line <= reached, "a gap behind the head before"
+            assert sweep.position * lines + sweep.line <= reached, "a gap behind the head before"
             for _ in range(steps):
                 sweep = sweep_on(sweep, table, end)
-            reached = sweep.place * lines + sweep.line
+            reached = sweep.position * lines + sweep.line
         assert reached == end * lines
 
 

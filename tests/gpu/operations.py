@@ -42,19 +42,19 @@ class Case:
 
     def run(self, device: str) -> None:
         """Call the operation on a device, and check."""
-        given = {name: brought(value, device) for name, value in self.arguments.items()}
+        given = {name: on_device(value, device) for name, value in self.arguments.items()}
         result = self.operation(**given)
         if device == "cuda":
             torch.cuda.synchronize()
         self.check(result, **given)
 
 
-def brought(value: Any, device: str) -> Any:
+def on_device(value: Any, device: str) -> Any:
     """A copy on a device with the strides that the tensor has."""
     if isinstance(value, HostResult):  # a corrected one stays on the host, as a step has it
         parts = (value.out, value.lse, value.kbar, value.predicted)
         if value.kbar is None or device == "cpu":
-            return HostResult(*(brought(part, device) for part in parts))
+            return HostResult(*(on_device(part, device) for part in parts))
         return HostResult(*(part.pin_memory() for part in parts))
     if not isinstance(value, Tensor):
         return value

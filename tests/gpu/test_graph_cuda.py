@@ -115,7 +115,7 @@ def test_a_part_that_fails_in_the_last_step_is_told_by_generate(monkeypatch: pyt
         replay(graph)
         if count[0] == 9:
             assert graph._doorbell is not None
-            crew: Any = graph._doorbell._crew
+            crew: Any = graph._doorbell._team
             crew._rows[0, [serving.FAILED, serving.FAILED_IN, serving.UNDONE]] = 1, graph._epoch, 1
 
     monkeypatch.setattr(StepGraph, "_replay", broken)

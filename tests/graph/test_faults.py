@@ -53,7 +53,7 @@ def test_a_graph_whose_end_was_interrupted_goes_on(monkeypatch: pytest.MonkeyPat
     cache = graph_cache(model, "full")
     rows = [run(model, cache, (150, 10))]
     with monkeypatch.context() as patch:
-        patch.setattr(CpuRecorder, "settle", interrupt)
+        patch.setattr(CpuRecorder, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cache.graph.close()
     assert torch.equal(torch.cat([*rows, run(model, cache, (160, 10))], 1), want)
@@ -141,7 +141,7 @@ def test_all_steps_that_a_late_part_has_spoilt_are_counted(monkeypatch: pytest.M
         run(model, cache, (155, ahead))
     told, given = r"the last 3 steps are not right: crop\(-3\) and repeat them", {}
     if ahead == 2:
-        crew, given = cache.graph._doorbell._crew, {"output_hidden_states": True}
+        crew, given = cache.graph._doorbell._team, {"output_hidden_states": True}
         for i, epoch in ((0, 4), (1, 5)):
             crew._rows[i, [serving.FAILED, serving.FAILED_IN, serving.UNDONE]] = 1, epoch, 1
         told = rf"{re.escape(crew.items[0].label)} failed: 1 of \d+ .*the last 2 steps are not right: crop\(-2\)"
@@ -208,8 +208,8 @@ def test_at_exit_a_replay_in_flight_still_has_its_doorbell(monkeypatch: pytest.M
     model = model_of("llama")
     cache = graph_cache(model, "scout", **AHEAD)
     run(model, cache, (150, 30))
-    ends = [name for name, finalizer in made if finalizer.alive and name in ("_let_go", "_Crew.end")]
-    assert ends == ["_Crew.end", "_let_go"]
+    ends = [name for name, finalizer in made if finalizer.alive and name in ("_let_go", "_Team.end")]
+    assert ends == ["_Team.end", "_let_go"]
 
 
 class _Ring:

@@ -159,7 +159,7 @@ def test_a_class_that_is_defined_again_takes_its_own_place(method: Any) -> None:
 
 def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) -> None:
     class Sour(hf_offload.LayerState):
-        def settle(self) -> None:
+        def wait(self) -> None:
             raise ArithmeticError("no luck")
 
     made: list[int] = []

@@ -203,7 +203,7 @@ def test_a_predictor_from_a_file(llama: PreTrainedModel, tmp_path: Path, tier: s
     with pytest.raises(ValueError, match="another model"):
         HybridCache(tiny_model("qwen3"), "fluxion", predictor=path)
     with pytest.raises(RuntimeError, match="has not been read yet"):
-        _ = Fluxion(predictor=path).known
+        _ = Fluxion(predictor=path).trained
 
 
 def test_local_blocks_of_rows_share_none_and_are_made_anew_after_a_change() -> None:

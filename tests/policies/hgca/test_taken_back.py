@@ -74,7 +74,7 @@ class Talk:
             average, kept = mass.average[:, :, border : layer.past], mass.kept[:, :, : layer.past]
             weighing = mass.progress
             how_far = (weighing.border, weighing.prompt, weighing.end, weighing.queries.tolist())
-            numbers = (mass.window_blocks, mass.evicted, mass.known.tolist(), how_far)
+            numbers = (mass.window_blocks, mass.evicted, mass.weighed.tolist(), how_far)
             found.append((numbers, average.copy(), kept.copy(), *held))
         return found
 
@@ -117,7 +117,7 @@ def every_token(talk: Talk) -> bool:
             layer.state.retained.positions[index, : layer.state.retained.counts[index]],
             np.flatnonzero(talk.mask[index // 2, : layer.state.evicted * BLOCK]),
         )
-        and not layer.state.known.any()
+        and not layer.state.weighed.any()
         for layer in hybrid_layers(talk.cache)
         for index in range(layer.state.retained.lists)
     )
