@@ -145,6 +145,7 @@ CASES = [
     *pairs(open_among_many, [0.0, 0.001]),
     *pairs(open_none, [321, 320]),
     *pairs(of.fetch, DTYPES, RECORDS, [False, True]),
+    *pairs(of.fetch, [torch.float16], RECORDS[:2], [True]),  # which rounding alone carries beyond its range
     *pairs(of.write_token, DTYPES, RECORDS, range(6)),
     *pairs(of.store_block, DTYPES, RECORDS),
     *pairs(of.store_tokens, DTYPES, TOKENS),
