@@ -34,7 +34,7 @@ TOKENS = [
     ((1, 1, 8, 80), "contiguous", 13, 27),
     ((1, 2, 128, 16), "turned", 127, 2),
     ((2, 1, 8, 256), "fused", 8, 16),
-    ((1, 2, 64, 128), "turned", 70, 155),
+    ((2, 2, 64, 128), "mixed", 70, 155),
     ((1, 2, 8, 16), "contiguous", 9, 0),  # no new token
 ]
 LISTINGS = [  # (KV heads, group, D, block size, width): tiles join blocks, are blocks, or cut them; several shares
