@@ -487,11 +487,12 @@ def store_block(dtype: torch.dtype, shape: Shape) -> Case:
 
 
 def laid_out(how: str, dtype: torch.dtype, batch: int, heads: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
-    """K and V `[B, Hkv, T, D]` as models leave them: contiguous, turned around, or pieces of a fused projection."""
+    """K and V `[B, Hkv, T, D]` as models leave them: contiguous, one or both turned, or parts of a projection."""
     if how == "contiguous":
         k, v = torch.randn(2, batch, heads, count, dim).to(dtype)
-    elif how == "turned":
+    elif how in ("turned", "mixed"):
         k, v = torch.randn(2, batch, count, heads, dim).to(dtype).transpose(2, 3)
+        k = k.contiguous() if how == "mixed" else k
     else:  # values begin where 16 bytes do not, and tokens do not lie at multiples of them
         both = torch.randn(batch, count, 2 * heads * dim + 3).to(dtype)
         k = both[..., : heads * dim].unflatten(-1, (heads, dim)).transpose(1, 2)
@@ -639,7 +640,7 @@ def move_averages(dtype: torch.dtype, shape: tuple[int, ...], padded: bool, soft
     scores = of.scores(0.3, softcap)
     lse = scores.flatten(2).logsumexp(2)
     seen, position = (x.repeat_interleave(group, 1) for x in (of.seen, of.position))
-    before = torch.rand(2, heads * group, *seen.shape[2:])
+    before = torch.rand(2, heads * group, *seen.shape[2:]) ** 8  # some below and some above the weights
     weight = (scores - lse[..., None, None]).exp()
     age = (int(of.given["limits"][0]) - position).clamp(min=1)
     rate = (1 / age.double()).clamp(min=0.25)

@@ -34,7 +34,7 @@ TOKENS = [
     ((1, 1, 8, 80), "contiguous", 13, 27),
     ((1, 2, 128, 16), "turned", 127, 2),
     ((2, 1, 8, 256), "fused", 8, 16),
-    ((1, 2, 64, 128), "turned", 70, 155),
+    ((2, 2, 64, 128), "mixed", 70, 155),
     ((1, 2, 8, 16), "contiguous", 9, 0),  # no new token
 ]
 LISTINGS = [  # (KV heads, group, D, block size, width): tiles join blocks, are blocks, or cut them; several shares
@@ -145,6 +145,7 @@ CASES = [
     *pairs(open_among_many, [0.0, 0.001]),
     *pairs(open_none, [321, 320]),
     *pairs(of.fetch, DTYPES, RECORDS, [False, True]),
+    *pairs(of.fetch, [torch.float16], RECORDS[:2], [True]),  # which rounding alone carries beyond its range
     *pairs(of.write_token, DTYPES, RECORDS, range(6)),
     *pairs(of.store_block, DTYPES, RECORDS),
     *pairs(of.store_tokens, DTYPES, TOKENS),

@@ -25,7 +25,6 @@ SELECTED: dict[str, Any] = {**SCOUT, "attend_resident": "selected"}
 DRAWN: dict[str, Any] = {"samples": 60, "sinks": 16, "recent": 16, "synchronous_layers": (0,)}
 
 _WINDOWS: dict[str, Any] = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_FULL: dict[str, Any] = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
@@ -35,7 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "gemma2": ("gemma2", {**_WINDOWS, "query_pre_attn_scalar": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
-    "gemma2-full": ("gemma2", {**_FULL, "query_pre_attn_scalar": 16}),
+    "gemma2-full": ("gemma2", {"layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 16}),
     "qwen3-windows": ("qwen3", {**_WINDOWS, "use_sliding_window": True}),
     "gpt_oss": ("gpt_oss", {**_WINDOWS, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "opt": ("opt", {"word_embed_proj_dim": 64}),

@@ -40,10 +40,11 @@ SLOW = {"window", "scout-off", "scout-attend", "drawn-off", "full-fetch", "quest
 def matrix() -> Iterator[Any]:
     """Each policy with another family; on a GPU also with Llama. Rows alternate between one and three."""
     families = [family for family in FAMILIES if family != "opt"]
+    on_gpu = families[:8]
     for i, policy in enumerate(POLICIES):
-        family, slow = families[i % len(families)], [pytest.mark.slow] if policy in SLOW else []
-        yield pytest.param("cpu", policy, family, 3 - 2 * (i % 2), marks=slow)
-        for each in dict.fromkeys(("llama", family)):
+        slow = [pytest.mark.slow] if policy in SLOW else []
+        yield pytest.param("cpu", policy, families[i % len(families)], 3 - 2 * (i % 2), marks=slow)
+        for each in dict.fromkeys(("llama", on_gpu[i % 8])):
             yield pytest.param("cuda", policy, each, 1 + 2 * (i % 2), marks=pytest.mark.gpu)
 
 
