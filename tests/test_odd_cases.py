@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_exactness import assert_equal, decode_logits
 from test_hybrid_cache import COVERING, TIERS, hooks_on
-from tiny import DEVICE, SIZES, prompt, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, feed, prompt, spread_weights, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -263,15 +263,12 @@ def test_padding_gives_its_slots_to_a_short_rows_tokens(
     cache = HybridCache(llama, policy, tier="split", **({"block_size": 8, "prefill_tile": 32} | knobs))
     ids, mask = prompt(2, 160)[0], torch.ones(2, 160, dtype=torch.long, device=DEVICE)
     mask[1, :padding] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     theirs = DynamicCache()
-    with torch.no_grad():
-        for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
-            told = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
-            ours = llama(ids[:, first:stop], past_key_values=cache, **told).logits[:, -1]
-            want = stock(ids[:, first:stop], past_key_values=theirs, **told).logits[:, -1]
-            real = mask[:, stop - 1] != 0
-            torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)
+    for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
+        ours = feed(llama, cache, ids, mask, first, stop)[:, -1]
+        want = feed(stock, theirs, ids, mask, first, stop)[:, -1]
+        real = mask[:, stop - 1] != 0
+        torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["fixed_hybrid", "scout"])
@@ -286,17 +283,9 @@ def test_a_cache_whose_newest_full_block_is_padding_in_a_row_loads(
         knobs |= {"budget": 0.0, "digest": "submean", "sinks": 0, "local": 16, "resident": 64}
     ids, mask = prompt(3, 60)[0], torch.ones(3, 60, dtype=torch.long, device=DEVICE)
     mask[2, :48] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = HybridCache(llama, policy, **knobs)
-
-    def feed(cache: HybridCache, first: int, stop: int) -> torch.Tensor:
-        told = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
-        with torch.no_grad():
-            return llama(ids[:, first:stop], past_key_values=cache, **told).logits[:, -1]
-
-    feed(cache, 0, 49)
+    feed(llama, cache, ids, mask, 0, 49)
     for at in range(49, 60):
         cache.save(tmp_path / "saved")
         loaded = HybridCache.load(tmp_path / "saved", llama)
-        want = feed(cache, at, at + 1)
-        assert torch.equal(feed(loaded, at, at + 1), want)
+        assert torch.equal(*(feed(llama, one, ids, mask, at, at + 1) for one in (cache, loaded)))
