@@ -25,8 +25,7 @@ import torch
 from safetensors.torch import load_file, save
 from test_families import build
 from test_fork import CASES, SMALL, make
-from test_from_cache import decode, prefill
-from tiny import prompt, tiny_model
+from tiny import begin, decode, feed, prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.files.fingerprint import likeness
@@ -269,16 +268,8 @@ def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
     model = build("qwen3_next", "hybrid_sparse") if family == "linear" else tiny_model(family)
     ids, mask = prompt(2, PROMPT)
     cache = make(model, case if case in CASES else "scout", tier)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        for part in (slice(90), slice(90, PROMPT)):  # a prompt in two chunks
-            out = model(
-                ids[:, part],
-                attention_mask=mask[:, : part.stop],
-                position_ids=positions[:, part],
-                past_key_values=cache,
-            )
-    token = out.logits[:, -1].argmax(-1, keepdim=True)
+    feed(model, cache, ids, mask, 0, 90)
+    token = feed(model, cache, ids, mask, 90, PROMPT)[:, -1].argmax(-1, keepdim=True)
     token = decode(model, cache, token, mask, 19)[0][:, -1:]
     mask = torch.cat([mask, mask.new_ones(2, 19)], 1)
     cache.save(folder)
@@ -394,8 +385,7 @@ def profiles(folder: Path, every: int) -> Trial:
 
 
 def work(model: Any, cache: HybridCache) -> None:
-    ids, mask = prompt(2, PROMPT)
-    decode(model, cache, prefill(model, cache, ids, mask), mask, STEPS)
+    decode(model, cache, *begin(model, cache, 2, PROMPT), STEPS)
 
 
 def main(folder: Path, every: int, cases: list[str]) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_families
 import torch
-from tiny import SIZES, prompt, spread_weights
+from tiny import SIZES, prompt, spread_weights, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -17,7 +18,6 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3NextConfig,
 )
 
 from hf_offload import HybridCache
@@ -30,19 +30,9 @@ SPLIT: dict[str, Any] = {**SCOUT, "tier": "split", "resident": 64, "lookahead": 
 def config(family: str) -> PreTrainedConfig:
     if family == "deepseek_v3":  # keys and values of different shapes
         return DeepseekV3Config(
-            **SIZES,
-            num_key_value_heads=4,
-            kv_lora_rank=16,
-            q_lora_rank=24,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=32,
-        )
+            **SIZES, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=8,
+            v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+        )  # fmt: skip
     if family == "diffllama":  # values are changed after the cache
         return DiffLlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
     return LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=24)  # no multiple of 16
@@ -87,7 +77,7 @@ def test_some_layers_of_a_cache_may_be_stock(monkeypatch: pytest.MonkeyPatch) ->
     """Gemma 4 has full attention with larger heads; here two layers of a Llama stand for such ones."""
     from hf_offload.model import fallback
 
-    eager, ours = (build_llama(name) for name in ("eager", "hybrid_sparse"))
+    eager, ours = (tiny_model("llama", name) for name in ("eager", "hybrid_sparse"))
     cache = HybridCache(ours, "scout", **SPLIT)
     known = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
 
@@ -104,24 +94,16 @@ def test_some_layers_of_a_cache_may_be_stock(monkeypatch: pytest.MonkeyPatch) ->
     assert cache.stats().as_dict()["stock_layers"] == [1, 3]
 
 
-def build_llama(attn_implementation: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
-    return spread_weights(AutoModelForCausalLM.from_config(sizes, attn_implementation=attn_implementation))
+def fail(*_: Any) -> None:
+    raise ArithmeticError
 
 
 def test_a_failed_first_forward_leaves_nothing_in_stock_layers() -> None:
     model = build("deepseek_v3", "hybrid_sparse")
     ids, mask = prompt(2, 40)
     cache = HybridCache(model, "scout", **SCOUT)
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError
-
-    handle = model.model.layers[2].register_forward_hook(fail)
-    with pytest.raises(ArithmeticError), torch.no_grad():
+    with model.model.layers[2].register_forward_hook(fail), pytest.raises(ArithmeticError), torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
-    handle.remove()
     assert cache.get_seq_length() == 0
     with torch.no_grad():
         with pytest.warns(UserWarning, match="keeps Transformers' own cache"):
@@ -132,26 +114,13 @@ def test_a_failed_first_forward_leaves_nothing_in_stock_layers() -> None:
 
 def test_layers_with_linear_attention_do_not_repeat_a_failed_forward() -> None:
     """Their state has taken the tokens in; a second time would count them twice."""
-    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
-    kinds = ["linear_attention", "full_attention"] * 2
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    tiny = Qwen3NextConfig(
-        **sizes, **linear, **experts, linear_value_head_dim=16, shared_expert_intermediate_size=32, layer_types=kinds
-    )
-    model = spread_weights(AutoModelForCausalLM.from_config(tiny, attn_implementation="hybrid_sparse"))
+    model = test_families.build("qwen3_next", "hybrid_sparse")
     cache = HybridCache(model, "full", block_size=16)
     ids = prompt(1, 40)[0]
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError
-
     with torch.no_grad():
         want = model(ids, past_key_values=cache).logits
-        handle = model.model.layers[3].register_forward_hook(fail)
-        with pytest.raises(ArithmeticError):
+        with model.model.layers[3].register_forward_hook(fail), pytest.raises(ArithmeticError):
             model(ids[:, :1], past_key_values=cache)
-        handle.remove()
         with pytest.raises(RuntimeError, match=r"linear attention cannot undo a forward that failed; call reset\(\)"):
             model(ids[:, :1], past_key_values=cache)
         cache.reset()
@@ -159,7 +128,7 @@ def test_layers_with_linear_attention_do_not_repeat_a_failed_forward() -> None:
 
 
 def test_a_mask_for_fewer_keys_than_are_cached_is_refused() -> None:
-    model = build_llama("hybrid_sparse")
+    model = tiny_model("llama")
     ids = prompt(1, 40)[0]
     cache = HybridCache(model, "full", block_size=16)
     with torch.no_grad():
@@ -201,7 +170,7 @@ def test_stock_layers_go_along(family: str, way: str, tmp_path: Path, monkeypatc
 
         for module in (fallback, takeover):
             monkeypatch.setattr(module, "unsuitable", odd)
-        model = build_llama("hybrid_sparse")
+        model = tiny_model("llama")
         wide_layer(model, 1)
     else:
         model = build(family, "hybrid_sparse")

@@ -168,28 +168,6 @@ def test_hooks_keep_neither_model_nor_cache_alive() -> None:
     assert gone[1]() is None
 
 
-# --- generate() -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_second_turn(llama: PreTrainedModel, stock: PreTrainedModel, batch: int, tier: str) -> None:
-    ids, mask = prompt(batch, 50)
-    turns = []
-    for model, cache in (
-        (stock, DynamicCache(config=stock.config)),
-        (llama, HybridCache(llama, **COVERING, **TIERS[tier])),
-    ):
-        out, seen = ids, mask
-        for turn in range(3):
-            out = model.generate(out, attention_mask=seen, past_key_values=cache, max_new_tokens=9, do_sample=False)
-            more = prompt(batch, 7, seed=turn + 5)[0].clamp(min=3)
-            seen = torch.cat([seen, seen.new_ones(batch, out.shape[1] - seen.shape[1] + 7)], 1)
-            out = torch.cat([out, more], 1)
-        turns.append(out)
-    assert torch.equal(*turns)
-
-
 # --- the cache's own methods ------------------------------------------------------------------------------------------
 
 

@@ -99,11 +99,6 @@ def test_beams_and_crop(llama: PreTrainedModel) -> None:
     assert cache.get_seq_length() == 229
 
 
-def test_another_dtype_is_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="host_dtype='int4'"):
-        HybridCache(llama, "full", host_dtype="int4")
-
-
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_a_forward_that_fails_packs_nothing_that_was_young(llama: PreTrainedModel, tier: str) -> None:
     ids, _ = prompt(1, 600)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from test_exactness import assert_equal, decode_logits
 from test_hybrid_cache import COVERING, TIERS, hooks_on
-from tiny import DEVICE, SIZES, prompt, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, feed, prompt, spread_weights, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from hf_offload import HybridCache
+from hf_offload.attention.interface import hybrid_sparse_attention
 from hf_offload.gpu.block_topk import MOST_BLOCKS
 
 
@@ -126,29 +126,6 @@ def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
     assert cache.stats().as_dict()["query_cosine"] is not None
 
 
-@pytest.mark.parametrize("lookahead", ["off", pytest.param("select", marks=pytest.mark.slow), "attend"])
-def test_threads_with_a_cache_each(llama: PreTrainedModel, lookahead: str) -> None:
-    knobs: dict[str, Any] = {"tier": "split", "resident": 96, "budget": 64, "sinks": 16, "recent": 0, "block_size": 16}
-    prompts = [prompt(1, 100 + 16 * i, seed=i)[0] for i in range(2)]
-
-    def run(i: int, out: dict[int, Any]) -> None:
-        cache = HybridCache(llama, "scout", lookahead=lookahead, synchronous_layers=(0,), **knobs)
-        mask = torch.ones_like(prompts[i])
-        out[i] = decode_logits(llama, cache, prompts[i], mask, None, steps=25)
-
-    alone: dict[int, Any] = {}
-    together: dict[int, Any] = {}
-    for i in range(2):
-        run(i, alone)
-    threads = [threading.Thread(target=run, args=(i, together)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(2):
-        assert torch.equal(together[i][1], alone[i][1])
-
-
 def test_copies_of_a_model_are_models_of_their_own() -> None:
     model = tiny_model("llama")
     cache = HybridCache(model, **COVERING)
@@ -209,19 +186,12 @@ def test_rows_reordered_in_inference_mode(llama: PreTrainedModel, tier: str) -> 
             assert torch.allclose(got[row], llama(whole).logits[0, -1], atol=5e-5)
 
 
-def test_queries_without_keys_of_their_own_are_refused(llama: PreTrainedModel) -> None:
-    from hf_offload.attention.interface import hybrid_sparse_attention
-
-    layer = HybridCache(llama, **COVERING).layers[0]
+def test_queries_and_keys_that_do_not_belong_together_are_refused(llama: PreTrainedModel) -> None:
+    module, layer = llama.model.layers[0].self_attn, HybridCache(llama, **COVERING).layers[0]
     tagged = layer.update(torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16))
     with pytest.raises(ValueError, match="1 queries for 8 new tokens"):
-        hybrid_sparse_attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 1, 16), *tagged, None)
-
-
-def test_keys_that_changed_on_the_way_are_refused(llama: PreTrainedModel) -> None:
-    from hf_offload.attention.interface import hybrid_sparse_attention
-
-    module, keys = llama.model.layers[0].self_attn, torch.zeros(2, 4, 8, 16)
+        hybrid_sparse_attention(module, torch.zeros(1, 4, 1, 16), *tagged, None)
+    keys = torch.zeros(2, 4, 8, 16)
     with pytest.raises(ValueError, match="changes keys or values after the cache"):
         hybrid_sparse_attention(module, keys, keys, keys, torch.ones(2, 12, dtype=torch.bool))
 
@@ -293,15 +263,12 @@ def test_padding_gives_its_slots_to_a_short_rows_tokens(
     cache = HybridCache(llama, policy, tier="split", **({"block_size": 8, "prefill_tile": 32} | knobs))
     ids, mask = prompt(2, 160)[0], torch.ones(2, 160, dtype=torch.long, device=DEVICE)
     mask[1, :padding] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     theirs = DynamicCache()
-    with torch.no_grad():
-        for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
-            told = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
-            ours = llama(ids[:, first:stop], past_key_values=cache, **told).logits[:, -1]
-            want = stock(ids[:, first:stop], past_key_values=theirs, **told).logits[:, -1]
-            real = mask[:, stop - 1] != 0
-            torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)
+    for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
+        ours = feed(llama, cache, ids, mask, first, stop)[:, -1]
+        want = feed(stock, theirs, ids, mask, first, stop)[:, -1]
+        real = mask[:, stop - 1] != 0
+        torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["fixed_hybrid", "scout"])
@@ -316,17 +283,9 @@ def test_a_cache_whose_newest_full_block_is_padding_in_a_row_loads(
         knobs |= {"budget": 0.0, "digest": "submean", "sinks": 0, "local": 16, "resident": 64}
     ids, mask = prompt(3, 60)[0], torch.ones(3, 60, dtype=torch.long, device=DEVICE)
     mask[2, :48] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = HybridCache(llama, policy, **knobs)
-
-    def feed(cache: HybridCache, first: int, stop: int) -> torch.Tensor:
-        told = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
-        with torch.no_grad():
-            return llama(ids[:, first:stop], past_key_values=cache, **told).logits[:, -1]
-
-    feed(cache, 0, 49)
+    feed(llama, cache, ids, mask, 0, 49)
     for at in range(49, 60):
         cache.save(tmp_path / "saved")
         loaded = HybridCache.load(tmp_path / "saved", llama)
-        want = feed(cache, at, at + 1)
-        assert torch.equal(feed(loaded, at, at + 1), want)
+        assert torch.equal(*(feed(llama, one, ids, mask, at, at + 1) for one in (cache, loaded)))

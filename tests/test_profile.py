@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiny import prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.policies.recall import RecallClock, load_intervals
-from hf_offload.tools.profile import longest_interval, profile_intervals, rising_trend
+from hf_offload.tools.profile import Profile, longest_interval, profile_intervals, rising_trend
 
 KNOBS: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16}
 SHAPE: dict[str, Any] = {"block_size": 8, "resident": 80}
@@ -48,8 +49,12 @@ def test_rising_trend_is_the_nearest_rising_curve() -> None:
     np.testing.assert_allclose(rising_trend(values), expected)
 
 
-def test_profile_measures_every_layer() -> None:
-    found = profile_intervals(tiny_model("llama"), text(), **SIZES, **SHAPE, **KNOBS)
+@pytest.fixture(scope="module")
+def found() -> Profile:
+    return profile_intervals(tiny_model("llama"), text(), **SIZES, **SHAPE, **KNOBS)
+
+
+def test_profile_measures_every_layer(found: Profile) -> None:
     assert found.layers == [0, 1, 2, 3]
     ratios = np.array(found.ratio_by_step)
     assert ratios.shape == (4, 12)
@@ -59,7 +64,6 @@ def test_profile_measures_every_layer() -> None:
     assert (found.budget, found.resident, found.block_size, found.digest) == (64, 80, 8, "submean")
     assert (found.tokens, found.steps, found.windows, found.threshold) == (200, 12, 2, 0.12)
     assert found.model["model_type"] == "llama"
-    assert found.model["num_hidden_layers"] == 4
 
 
 def test_curve_is_the_mean_over_windows() -> None:
@@ -73,14 +77,11 @@ def test_curve_is_the_mean_over_windows() -> None:
     np.testing.assert_allclose(both.ratio_by_step, np.mean(alone, 0), atol=2e-4)
 
 
-def test_a_higher_threshold_allows_longer_intervals() -> None:
-    low, high = (
-        profile_intervals(tiny_model("llama"), text(), **SIZES, **SHAPE, **KNOBS, threshold=threshold).intervals
-        for threshold in (0.02, 0.9)
-    )
+def test_a_higher_threshold_allows_longer_intervals(found: Profile) -> None:
+    high = profile_intervals(tiny_model("llama"), text(), **SIZES, **SHAPE, **KNOBS, threshold=0.9).intervals
     assert high == [12] * 4
-    assert all(a <= b for a, b in zip(low, high, strict=True))
-    assert low != high
+    assert all(a <= b for a, b in zip(found.intervals, high, strict=True))
+    assert found.intervals != high
 
 
 def test_layers_that_are_not_offloaded(tmp_path: Path) -> None:
@@ -106,28 +107,18 @@ def test_a_cache_recalls_at_the_profiled_intervals(tmp_path: Path) -> None:
         assert 0 < layer.recalls <= layer.steps // interval
 
 
-def test_file_is_complete_json(tmp_path: Path) -> None:
-    found = profile_intervals(tiny_model("opt"), text(), **SIZES, **SHAPE, **KNOBS)
-    found.write(tmp_path / "profile.json")
-    data = json.loads((tmp_path / "profile.json").read_text())
-    assert data["version"] == 1
-    assert list(data)[1:] == [
-        "model", "budget", "resident", "block_size", "digest", "threshold", "steps", "windows", "tokens", "layers",
-        "intervals", "ratio_by_step",
-    ]  # fmt: skip
-    assert data["intervals"] == found.intervals
-    assert data["ratio_by_step"] == found.ratio_by_step
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = profile_intervals(tiny_model("llama"), text(), **SIZES, **SHAPE, **KNOBS)
+def test_file_is_complete_json_or_the_old_one(found: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
-    path.write_text("old")
+    found.write(path)
+    data = json.loads(path.read_text())
+    assert data.pop("version") == 1
+    assert data == asdict(found)
 
     def full(self: Path, *args: Any, **kwargs: Any) -> int:
         self.touch()
         raise OSError("No space left on device")
 
+    path.write_text("old")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
         with pytest.raises(OSError, match="No space"):
@@ -139,19 +130,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps=0 is not a count; use an integer of at least 1"),
-        ({"windows": 0}, "windows=0 is not a count"),
         ({"steps": 4097}, "steps=4097 is too large"),
         ({"tokens": 2.5}, r"tokens=2\.5 is not a count"),
         ({"threshold": 0.0}, r"threshold=0\.0 .* use a number above 0 and below 1"),
-        ({"threshold": 1.0}, r"threshold=1\.0 .* use a number above 0 and below 1"),
-        ({"budget": 16}, "budget=16 is less than .* raise budget"),
-        ({"resident": 8}, "resident=8 tokens leave no room .* use at least"),
-        ({"block_size": 7}, "block_size=7 is not supported; use one of 8"),
         ({"digest": "mode"}, "digest='mode' is not known; use one of"),
         ({"recall": 4}, "recall=4 .* leave recall out"),
         ({"colour": 4}, "colour: not a knob"),
-        ({"tokens": 80}, "tokens=80 of prompt all fit into resident=80 .* use a longer prompt"),
         ({"tokens": 390}, "the text has 400 tokens, but .* need 414; use a longer text"),
         ({"windows": 20}, "the text has 400 tokens, but .* need 440; use a longer text"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -360,17 +359,3 @@ def test_what_no_load_would_read_is_not_saved(
         with pytest.raises(ValueError, match=rf"remembers of layer \d .*{kind.__name__}.state_fields"):
             cache.save(tmp_path / "cache")
     assert [path.read_bytes() for path in sorted((tmp_path / "cache").iterdir())] == states
-
-
-def test_other_peoples_files_are_left_alone(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
-    cache = make(models["llama"], "full", "one")
-    (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "one.txt").write_text("dear")
-    for taken in (tmp_path / "letters", tmp_path / "letters" / "one.txt"):
-        with pytest.raises(ValueError, match="no saved cache"):
-            cache.save(taken)
-    with pytest.raises(ValueError, match="no saved cache"):
-        HybridCache.load(tmp_path / "letters", models["llama"])
-    (tmp_path / "empty").mkdir()
-    cache.save(tmp_path / "empty")
-    assert sorted(os.listdir(tmp_path)) == ["empty", "letters"]

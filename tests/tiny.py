@@ -124,12 +124,21 @@ def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.
     return ids.masked_fill(mask == 0, 0).to(DEVICE), mask.to(DEVICE)
 
 
+@torch.no_grad()
+def feed(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, first: int, stop: int
+) -> torch.Tensor:
+    """Logits `[B, stop - first, V]` of tokens that come at once, behind `first` that are cached."""
+    mask = mask[:, :stop]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, first:]
+    out = model(ids[:, first:stop], attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    logits: torch.Tensor = out.logits
+    return logits
+
+
 def prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Run a prompt and return the next token `[B, 1]`."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-    return out.logits[:, -1].argmax(-1, keepdim=True)
+    return feed(model, cache, ids, mask, 0, ids.shape[1])[:, -1].argmax(-1, keepdim=True)
 
 
 def decode(

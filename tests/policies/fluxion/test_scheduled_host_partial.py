@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
@@ -35,16 +35,8 @@ def decode(model: PreTrainedModel, cache: Any, batch: int = 3, length: int = 240
     """Logits `[B, steps, V]` of tokens that come one by one behind a prompt; rows are left padded."""
     ids, mask = prompt(batch, length + steps)
     mask[1:2, : length - 60] = 0  # a short row beside long ones
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = []
-    with torch.no_grad():
-        for first, stop in [(0, length), *((t, t + 1) for t in range(length, length + steps))]:
-            out = model(
-                input_ids=ids[:, first:stop], attention_mask=mask[:, :stop], position_ids=positions[:, first:stop],
-                past_key_values=cache,
-            )  # fmt: skip
-            logits.append(out.logits[:, -1:])
-    return torch.cat(logits[1:], 1)
+    feed(model, cache, ids, mask, 0, length)
+    return torch.cat([feed(model, cache, ids, mask, t, t + 1) for t in range(length, length + steps)], 1)
 
 
 @pytest.mark.parametrize("name", SHARED)
