@@ -97,9 +97,10 @@ def test_a_thread_that_cannot_be_had_is_an_error_in_time(
     for act in (worker.ready, lambda: worker.submit(print)):
         with pytest.raises(MemoryError, match="no thread for work beside the model"):
             act()
-    while LATER:
-        LATER.pop()()
+    for run in LATER[:1]:
+        run()
     assert not done  # what comes too late does nothing
+    LATER.clear()
     monkeypatch.undo()
     worker.submit(lambda: None).result()
 
