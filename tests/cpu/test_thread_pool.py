@@ -194,7 +194,7 @@ def test_many_may_ask_for_a_result_that_is_there() -> None:
 
     in_threads(3, ask)
     assert not lost
-    job._gate.acquire()  # as an interruption between asking and handing back leaves it
+    assert job._gate.acquire(timeout=100)  # as an interruption between asking and handing back leaves it
     job.result(timeout=0)
 
 
