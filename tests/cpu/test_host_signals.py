@@ -126,36 +126,27 @@ def bell() -> Iterator[Doorbell]:
 
 
 @pytest.mark.parametrize(
-    ("threads", "spin", "in_turn"), [(1, 0.0, True), (2, 2e-5, False), (3, 2e-5, True), (4, 0.0, False)]
+    ("threads", "spin", "in_turn", "first", "delay"),
+    [
+        (1, 0.0, True, 1, 0.0),
+        (2, 2e-5, False, 2**31 - 1000, 0.0),  # epochs wrap around
+        (3, 2e-5, True, 1, 0.0),
+        (4, 0.0, False, 1, 0.0),
+        (1, 1e-5, False, 1, 1e-3),  # slow hand-overs
+        (3, 1e-5, True, 1, 3e-4),
+    ],
 )
-def test_thousands_of_epochs(threads: int, spin: float, in_turn: bool) -> None:
+def test_thousands_of_epochs(threads: int, spin: float, in_turn: bool, first: int, delay: float) -> None:
     bell, work = Doorbell(threads, spin), Work(1, 7, 2)
-    bell.replace(work.items)
-    epochs = 3000 if spin else 500
-    assert work.ring(1, epochs, in_turn) == epochs
+    bell.delay = delay
+    bell.replace(work.items, epoch=first - 1)
+    epochs, begin = 40 if delay else 3000 if spin else 500, time.monotonic()
+    assert work.ring(first, epochs, in_turn) == epochs
+    assert time.monotonic() - begin >= epochs * delay
     bell.check()
     bell.stop()
+    assert (work.rows[:, DONE] == np.int64(first + epochs - 1).astype(np.int32)).all()
     assert not work.rows[:, STATUS].any()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_slow_hand_overs_change_nothing(threads: int) -> None:
-    bell, work = Doorbell(threads, 1e-5), Work(1, 7, 2)
-    bell.replace(work.items)
-    for step, delay in enumerate((1e-3, 0.0, 3e-4, 5e-5)):
-        bell.delay = delay
-        assert bell.delay == pytest.approx(delay)
-        begin = time.monotonic()
-        assert work.ring(1 + 20 * step, 20) == 20
-        assert time.monotonic() - begin >= 20 * delay
-    bell.stop()
-
-
-def test_epochs_wrap_around(bell: Doorbell) -> None:
-    work = Work(1, 7, 2)
-    bell.replace(work.items, epoch=2**31 - 5)
-    assert work.ring(2**31 - 4, 20) == 20
-    assert (work.rows[:, DONE] == -(2**31) + 15).all()
 
 
 def test_an_item_waits_for_its_announcement_and_for_the_item_before(bell: Doorbell) -> None:

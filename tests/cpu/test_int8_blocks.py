@@ -66,23 +66,6 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
     assert out[1, 5, 2] == 0
 
 
-@pytest.mark.parametrize(("dim", "block_size"), GEOMETRIES)
-def test_codes_lie_as_described(dim: int, block_size: int) -> None:
-    torch.manual_seed(dim)
-    keys, values = torch.randn(2, block_size, dim)
-    record = torch.full((packed_bytes(dim, block_size),), 7, dtype=torch.int8)
-    places = [np.array([x.data_ptr()]) for x in (keys, values, record)]
-    pack_records(*places[:2], 4 * dim, 4 * dim, places[2], kv_dtype=torch.float32, dim=dim, block_size=block_size).run()
-    size = block_size * dim
-    k, v = record[:size].view(block_size, dim), record[size : 2 * size].view(block_size // 2, dim, 2)
-    facts = record[2 * size : 2 * (size + 2 * dim + block_size)].view(torch.bfloat16).double()
-    middles, scales = facts[: 2 * dim].view(dim, 2).unbind(1)
-    want_k, want_v = reference.pack_block(keys.double(), values.double())
-    assert torch.equal(k * scales + middles, want_k)
-    assert torch.equal(v.transpose(1, 2).reshape(block_size, dim) * facts[2 * dim :, None], want_v)
-    assert (record[2 * (size + 2 * dim + block_size) :] == 0).all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("outlier", [1, 30])
 def test_rounding_to_int16_is_within_its_bounds(outlier: int) -> None:

@@ -106,6 +106,7 @@ def test_a_launch_of_one_thread_does_all_tasks_or_says_so() -> None:
     for _ in range(2):
         launch()
     assert total.tolist() == [22] * 5
+    assert launch.counters[0] == 5  # they begin at 0
     with pytest.raises(MemoryError, match="adding: only 3 of 5"):
         adding(zeros(5), limit=3)()
     with pytest.raises(MemoryError, match="an append: only 1 of 2 tasks were done"):

@@ -102,17 +102,6 @@ def test_layers_behind_the_first_choose_one_ahead(
     assert ahead.shape == late.shape
 
 
-def test_partial_keys_are_those_of_the_keys(model: PreTrainedModel) -> None:
-    cache, _ = decode(model, partial=0.25)
-    for layer in cache.layers:
-        state, length = layer.state, layer.store.length
-        assert state.basis.shape == (1, 2, 16, 4)
-        torch.testing.assert_close(state.basis.transpose(2, 3) @ state.basis, torch.eye(4).expand(1, 2, 4, 4))
-        assert state.count == length
-        keys = layer.store.gather(0, length)[0]
-        torch.testing.assert_close(state.partial[:, :, :length], keys @ state.basis, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_a_step_that_fails_leaves_no_directions(tier: str) -> None:
     """Of a layer that was looked ahead to: they would be those of a token that is taken back."""

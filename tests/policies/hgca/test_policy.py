@@ -42,9 +42,14 @@ def wanted(family: str, batch: int) -> tuple[PreTrainedModel, torch.Tensor]:
 WINDOWS: list[dict[str, Any]] = [{"window": 1}, {"window": 50}, {"gpu_ratio": 0.3}, {}]
 
 
-@pytest.mark.one_in(7)
+CASES = covering(FAMILIES, ("one", "split"), WINDOWS, (1, 3))
+QUICK = [next(case for case in CASES if case[:2] == ("llama", tier)) for tier in ("one", "split")]
+
+
 @pytest.mark.parametrize(
-    ("family", "tier", "window", "batch"), covering(FAMILIES, ("one", "split"), WINDOWS, (1, 3)), ids=str
+    ("family", "tier", "window", "batch"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    ids=str,
 )
 def test_with_every_token_kept_it_is_full_attention(family: str, tier: str, window: dict[str, Any], batch: int) -> None:
     model, want = wanted(family, batch)

@@ -94,8 +94,6 @@ def check_pool(several: list[RetainedTokens]) -> None:
 def test_any_history_is_that_of_plain_lists(seed: int) -> None:
     drawn = np.random.default_rng(seed)
     pairs = [empty(3)]
-    if seed % 2:  # a pool that was shared while it was empty
-        pairs.append((pairs[0][0].fork(), pairs[0][1].copy()))
     for act in range(40):
         at = int(drawn.integers(len(pairs)))
         retained, plain = pairs[at]
@@ -142,6 +140,16 @@ def test_keys_and_values_of_every_dtype_are_appended(dim: int, block_size: int, 
     for part in range(2):  # the second one begins in a block of the first
         append(retained, plain, 150, 0.4, part)
     check(retained, plain)
+
+
+def test_a_pool_that_was_shared_while_empty_gets_its_blocks_back() -> None:
+    retained, plain = empty(1)
+    fork = retained.fork()
+    append(fork, plain, 20, 1.0, 0)
+    assert used_blocks(retained.pool) == 2 * 3
+    del fork
+    gc.collect()
+    assert used_blocks(retained.pool) == 0
 
 
 def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
