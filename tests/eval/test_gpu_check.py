@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import common
 import gpu_check
-from gpu import correctness, decoding, host_time, merging, models, supervise
+from gpu import correctness, decoding, models, pieces, supervise
 from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
@@ -49,7 +49,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     cases = table(tmp_path / "cases.csv")
     assert {case["part"] for case in cases} == set(gpu_check.PARTS)
     missing = [case["case"].split(",")[0] for case in cases if case["status"] != "done"]
-    assert missing == ["scout-graph", "offloading", *["host time of a replay"] * len(host_time.POLICIES)]
+    assert missing == ["scout-graph", "offloading", *["host time of a replay"] * len(pieces.POLICIES)]
     (tests,) = table(tmp_path / "correctness.csv")
     assert (tests["status"], tests["passed"]) == ("passed", "1")
     kernels = table(tmp_path / "kernels.csv")
@@ -208,30 +208,30 @@ def test_a_cache_is_filled_as_estimated_and_grows_no_more(name: str) -> None:
 
 
 def test_a_merge_that_sees_an_old_partial_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    (right,) = merging.replays(QUICK)
+    (right,) = pieces.replays(QUICK)
     assert (right["replays"], right["wrong"]) == (4, 0)
 
     def stale(out: torch.Tensor, lse: torch.Tensor, host: Any, query: torch.Tensor, *_: Any, **knobs: Any) -> Any:
         return torch.where(host.out == 3, 2, host.out), lse
 
-    monkeypatch.setattr(merging, "merge", stale)
-    rows = merging.replays(QUICK)
+    monkeypatch.setattr(pieces, "merge", stale)
+    rows = pieces.replays(QUICK)
     assert next(rows)["wrong"] == 1
     with pytest.raises(ArithmeticError, match="1 of 4 replays merged another partial, the first is 3"):
         next(rows)
 
 
-@pytest.mark.parametrize("policy", host_time.POLICIES)
+@pytest.mark.parametrize("policy", pieces.POLICIES)
 def test_the_way_of_a_replayed_step_is_marked(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marks are functions of the package by name: this fails if they are others."""
-    monkeypatch.setattr(host_time, "LAYERS", 2)
-    monkeypatch.setattr(host_time, "PROMPT", 160)
-    model = host_time.small_model(QUICK)
+    monkeypatch.setattr(pieces, "LAYERS", 2)
+    monkeypatch.setattr(pieces, "PROMPT", 160)
+    model = pieces.small_model(QUICK)
     cache = HybridCache(model, Scout(budget=192) if policy == "scout" else policy, resident=320, tier="split")
     cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(model)
     with torch.no_grad():
-        marks = host_time.marks_of(QUICK, model, cache, steps=2)
-    assert list(marks) == list(host_time.MARKS)
+        marks = pieces.marks_of(QUICK, model, cache, steps=2)
+    assert list(marks) == list(pieces.MARKS)
     assert list(marks.values()) == sorted(marks.values())
 
 
