@@ -50,15 +50,13 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert {case["part"] for case in cases} == set(gpu_check.PARTS)
     missing = [case["case"].split(",")[0] for case in cases if case["status"] != "done"]
     assert missing == ["scout-graph", "offloading", *["host time of a replay"] * len(pieces.POLICIES)]
-    (tests,) = table(tmp_path / "correctness.csv")
-    assert (tests["status"], tests["passed"]) == ("passed", "1")
+    assert [row["passed"] for row in table(tmp_path / "correctness.csv")] == ["1"]
     kernels = table(tmp_path / "kernels.csv")
     assert {row["operation"] for row in kernels} >= {*OPERATIONS, "speed: link"}
     assert all(float(row["of_floor"]) > 0 for row in kernels if row["p50"])
     decoded = {row["row"]: row for row in table(tmp_path / "decode.csv")}
     assert "GPU" in decoded["scout-graph"]["note"]
     assert float(decoded["scout"]["recall_mib_per_step"]) > 0
-    assert {"commit", "gpu", "cpu", "torch", "triton", "script_miss"} <= set(decoded["scout"])
     with tarfile.open(tmp_path.with_name(f"{tmp_path.name}.tar.gz")) as archive:
         assert {f"./{name}.csv" for name in ("cases", *gpu_check.PARTS)} <= set(archive.getnames())
 
@@ -75,12 +73,7 @@ def test_a_part_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--part", "nonesuch"], "nonesuch"),
-        (["--rows", "nonesuch"], "nonesuch"),
-        (["--replay", "miss=2,drift=0"], "miss=2"),
-    ],
+    ("options", "named"), [(["--part", "nonesuch"], "nonesuch"), (["--replay", "miss=2"], "miss=2")]
 )
 def test_wrong_options_are_refused(options: list[str], named: str, tmp_path: Path) -> None:
     done = invoke(*options, "--out", str(tmp_path))
@@ -272,8 +265,5 @@ def test_scripts_drift_and_miss_as_they_are_told(text: str) -> None:
     assert (script.chosen[..., 0] == 0).all()
     for step, blocks in enumerate(steps):
         assert (script.chosen[step, ..., -5:] == torch.arange(blocks - 5, blocks)).all()
-
-
-def test_a_context_that_is_too_short_for_a_script_is_refused() -> None:
     with pytest.raises(ValueError, match="40 blocks are too few"):
-        write_script((1, 1), [40], 32, (1, 4), miss=0.1, drift=0.1, recall=0, device="cpu")
+        write_script((2, 8), [40], 32, (1, 5), **wanted, device="cpu")

@@ -17,6 +17,7 @@ from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
 import common
+from hf_offload import Scout
 from hf_offload.tools import assets
 
 Rows = list[dict[str, str]]
@@ -126,6 +127,21 @@ def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = run(script, tmp_path / "out.csv", *options.split())
     assert {"commit", "torch", "command"} <= rows[0].keys()
     assert check(rows), rows
+
+
+def test_the_papers_form_is_that_of_scout() -> None:
+    knobs = importlib.import_module("quality").KNOWN["paper-off"].options
+    assert Scout(**knobs) == Scout.paper(budget=1024, lookahead="off")
+
+
+@torch.inference_mode()
+def test_recorded_weights_are_those_of_eager_attention() -> None:
+    ids = prompt(1, 70)[0]
+    want = tiny_model("llama", "eager")(ids, output_attentions=True).attentions[2][0]
+    record = importlib.import_module("attention_stats").record
+    found = record(tiny_model("llama", "sdpa"), ids, [9, 31, 69], [2], chunk=32)[2]
+    for position, row in zip((9, 31, 69), found, strict=True):
+        torch.testing.assert_close(row, want[:, position, : position + 1].cpu(), atol=1e-5, rtol=1e-4)
 
 
 def test_dtypes_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
