@@ -185,6 +185,7 @@ def test_a_cache_is_filled_as_estimated_and_grows_no_more(name: str) -> None:
     """A pool that is short of blocks pins a quarter more, which takes seconds and has a graph captured anew."""
     model, block, context = models.build(QUICK), 8, 1024
     tokens = decoding.filled_tokens(context, block)
+    assert (tokens + 3) % block == 0  # what closes a block is compiled before steps count
     kv = models.random_kv(QUICK, 2, 16, tokens - models.PROMPT)
     with torch.no_grad():
         cache = models.fill(QUICK, model, decoding.make_row(QUICK, name, None, block, context), 3, kv)

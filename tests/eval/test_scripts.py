@@ -35,15 +35,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(script: str, out: Path, *options: str) -> Rows:
-    """The rows that a script writes into a CSV, if it does."""
+    """The rows that a script writes into a CSV."""
     app = common.command(importlib.import_module(script).main)
     done = CliRunner().invoke(app, [*options, "--out", str(out)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return read(out)
-
-
-def read(path: Path) -> Rows:
-    with path.open(newline="", encoding="utf-8") as file:
+    with out.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -135,6 +131,14 @@ def test_the_papers_form_is_that_of_scout() -> None:
 
 
 @torch.inference_mode()
+def test_a_long_context_holds_a_text_again_and_again() -> None:
+    context = importlib.import_module("context_attention").Context(tiny_model("llama"), prompt(1, 300)[0], [900], 294)
+    keys, part = context.known.layers[0].keys, 294 - 128
+    assert torch.equal(keys[:, :, :part], keys[:, :, part : 2 * part])
+    assert keys.shape[2] == 900 - 128
+
+
+@torch.inference_mode()
 def test_recorded_weights_are_those_of_eager_attention() -> None:
     ids = prompt(1, 70)[0]
     want = tiny_model("llama", "eager")(ids, output_attentions=True).attentions[2][0]
@@ -212,18 +216,16 @@ def test_tasks_are_scored_and_a_stopped_run_goes_on(tmp_path: Path, monkeypatch:
 
 
 def test_documents_have_a_sample_for_each_instruction() -> None:
-    leval = importlib.import_module("leval")
     rows = [{"input": "A", "instructions": ["Who?", "When?"], "outputs": ["The old man", "1952"], "evaluation": "f1"},
             {"input": "A", "instructions": ["Tell it."], "outputs": ["a b c d"], "evaluation": "rouge"},
             {"input": "A", "instructions": ["Judge."], "outputs": ["good"], "evaluation": "LLM"}]  # fmt: skip
-    who, when, told = leval.samples_of("financial_qa", rows)
+    who, when, told = importlib.import_module("leval").samples_of("financial_qa", rows)
     assert [who.score("an old man"), when.score("in 1953"), told.score("a b x d")] == pytest.approx([100, 0, 75])
 
 
 def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-offload[eval]")
-    words = [f"word{letter}" for letter in "abcdefghijklmnopqrst"]  # lm-eval joins every adjective with every noun
-    kinds = dict.fromkeys(("noun", "nouns", "adjective", "adjectives", "verb", "verbs"), words)
+    kinds = {kind + s: list("abcdefghijklmnopqrst") for kind in ("noun", "adjective", "verb") for s in ("", "s")}
     monkeypatch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=kinds))
     monkeypatch.setattr("nltk.download", lambda *_: True)
     ruler, novel = importlib.import_module("ruler"), tmp_path / "novel.txt"
