@@ -60,16 +60,10 @@ def row(name: str, **columns: Any) -> pd.Series:
 def picked(name: str, **columns: Any) -> Iterator[pd.Series]:
     """`row` of each value of a column whose value is a list; a dict gives each a further column, `name`."""
     column = next((each for each, value in columns.items() if isinstance(value, list | dict)), None)
-    if column is None:
-        yield row(name, **columns)
-        return
-    for value in columns[column]:
-        found = row(name, **columns | {column: value})
-        yield (
-            found
-            if isinstance(columns[column], list)
-            else pd.concat([found, pd.Series({"name": columns[column][value]})])
-        )
+    for value in [None] if column is None else columns[column]:
+        found = row(name, **columns | ({} if column is None else {column: value}))
+        named = columns.get(column)
+        yield found if not isinstance(named, dict) else pd.concat([found, pd.Series({"name": named[value]})])
 
 
 class Number(float):

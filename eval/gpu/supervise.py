@@ -85,7 +85,7 @@ def supervise(part: str, module: ModuleType, options: Options, results: Results,
     end, left = time.monotonic() + seconds, set(module.cases(options))
     while (left := left - results.cases(part).keys()) and (rest := end - time.monotonic()) > LEAST:
         job = {"part": part, "module": module.__name__, "options": dataclasses.asdict(options)}
-        job |= {"folder": str(results.folder.resolve()), "meta": results.meta, "seconds": rest}
+        job |= {"folder": str(results.folder.resolve()), "meta": results.meta, "end": end}
         command = [sys.executable, "-c", "import gpu.supervise as s, sys; s.child(sys.argv[1])", json.dumps(job)]
         try:
             ended = subprocess.run(command, cwd=Path(__file__).parents[1], timeout=rest, check=False).returncode
@@ -104,4 +104,8 @@ def child(job: str) -> None:
     given = json.loads(job)
     cases = importlib.import_module(given["module"]).cases(Options(**given["options"]))
     faulthandler.enable()
-    here(given["part"], cases, Results(Path(given["folder"]), given["meta"]), given["seconds"], alone=True)
+    results, seconds = (
+        Results(Path(given["folder"]), given["meta"]),
+        given["end"] - time.monotonic(),
+    )  # one clock for all
+    here(given["part"], cases, results, seconds, alone=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -74,7 +73,6 @@ def test_csv_carries_what_the_result_depends_on(tmp_path: Path, monkeypatch: pyt
     assert (first["ms"], first["note"], second["note"]) == ("1.23457", "", "late")
     told = "python eval/quality.py novel.txt --row=fluxion:predictor=p.safetensors,tau=0.1 Qwen/Qwen3-8B"
     assert first["command"] == told
-    assert first["threads"] == str(torch.get_num_threads())
 
 
 def test_a_dataclass_among_the_parameters_stands_for_its_options(tmp_path: Path) -> None:
@@ -90,11 +88,6 @@ def test_a_dataclass_among_the_parameters_stands_for_its_options(tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert seen == [(3, common.TextSetting("m", "float32", 0, common.RESULTS / "test_common.csv", book))]
     assert seen[0][1].text("prose") == "Call me Ishmael."
-    assert "Count." in CliRunner().invoke(app, ["--help"]).output
-
-
-def test_rows_take_turns_forth_and_back() -> None:
-    assert list(common.in_turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
 
 
 def record(sample: str, **more: Any) -> dict[str, Any]:

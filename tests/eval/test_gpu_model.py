@@ -59,7 +59,6 @@ TABLES: dict[str, list[dict[str, Any]]] = {
     ],
     "decode": [
         {"row": "scout-graph", "context": 32 * K, **EIGHT, "p50": 20.0, "cpu_ratio": 0.1, "recall_mib_per_step": 57.6},
-        {"row": "scout-graph", "context": 32 * K, **EIGHT, "p50": 5.0, "layers": 2},
     ],
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
 import common
+from hf_offload import Scout
 from hf_offload.tools import assets
 
 Rows = list[dict[str, str]]
@@ -34,15 +35,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(script: str, out: Path, *options: str) -> Rows:
-    """The rows that a script writes into a CSV, if it does."""
+    """The rows that a script writes into a CSV."""
     app = common.command(importlib.import_module(script).main)
     done = CliRunner().invoke(app, [*options, "--out", str(out)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return read(out)
-
-
-def read(path: Path) -> Rows:
-    with path.open(newline="", encoding="utf-8") as file:
+    with out.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -128,6 +125,28 @@ def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert check(rows), rows
 
 
+def test_the_papers_form_is_that_of_scout() -> None:
+    knobs = importlib.import_module("quality").KNOWN["paper-off"].options
+    assert Scout(**knobs) == Scout.paper(budget=1024, lookahead="off")
+
+
+@torch.inference_mode()
+def test_a_long_context_holds_a_text_again_and_again() -> None:
+    context, part = importlib.import_module("context_attention").Context, 294 - 128
+    keys, once = (context(tiny_model("llama"), prompt(1, 300)[0], [n], 294).known.layers[0].keys for n in (900, 294))
+    torch.testing.assert_close(keys, once[:, :, :part].repeat(1, 1, 5, 1)[:, :, : 900 - 128])
+
+
+@torch.inference_mode()
+def test_recorded_weights_are_those_of_eager_attention() -> None:
+    ids = prompt(1, 70)[0]
+    want = tiny_model("llama", "eager")(ids, output_attentions=True).attentions[2][0]
+    record = importlib.import_module("attention_stats").record
+    found = record(tiny_model("llama", "sdpa"), ids, [9, 31, 69], [2], chunk=32)[2]
+    for position, row in zip((9, 31, 69), found, strict=True):
+        torch.testing.assert_close(row, want[:, position, : position + 1].cpu(), atol=1e-5, rtol=1e-4)
+
+
 def test_dtypes_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = {"as Transformers loads it": tiny_model("llama"), "unpacked, bfloat16": tiny_model("llama").bfloat16()}
     monkeypatch.setattr("gguf_dtypes.models_of", lambda name: models)
@@ -196,18 +215,16 @@ def test_tasks_are_scored_and_a_stopped_run_goes_on(tmp_path: Path, monkeypatch:
 
 
 def test_documents_have_a_sample_for_each_instruction() -> None:
-    leval = importlib.import_module("leval")
     rows = [{"input": "A", "instructions": ["Who?", "When?"], "outputs": ["The old man", "1952"], "evaluation": "f1"},
             {"input": "A", "instructions": ["Tell it."], "outputs": ["a b c d"], "evaluation": "rouge"},
             {"input": "A", "instructions": ["Judge."], "outputs": ["good"], "evaluation": "LLM"}]  # fmt: skip
-    who, when, told = leval.samples_of("financial_qa", rows)
+    who, when, told = importlib.import_module("leval").samples_of("financial_qa", rows)
     assert [who.score("an old man"), when.score("in 1953"), told.score("a b x d")] == pytest.approx([100, 0, 75])
 
 
 def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-offload[eval]")
-    words = [f"word{letter}" for letter in "abcdefghijklmnopqrst"]  # lm-eval joins every adjective with every noun
-    kinds = dict.fromkeys(("noun", "nouns", "adjective", "adjectives", "verb", "verbs"), words)
+    kinds = {kind + s: list("abcdefghijklmnopqrst") for kind in ("noun", "adjective", "verb") for s in ("", "s")}
     monkeypatch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=kinds))
     monkeypatch.setattr("nltk.download", lambda *_: True)
     ruler, novel = importlib.import_module("ruler"), tmp_path / "novel.txt"
