@@ -62,9 +62,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 LONGEST = {
-    "test_auto_graph.py", "test_cuda_graph.py", "test_docs.py", "test_exactness.py", "test_extending.py",
+    "test_replays.py", "test_reasons.py", "test_docs.py", "test_exactness.py", "test_extending.py",
     "test_families.py", "test_forged.py", "test_interruptions.py", "test_limits.py", "test_pairs.py",
-    "test_prefix_store.py", "test_processes.py", "test_properties.py", "test_samples.py", "test_supervise.py",
+    "test_prefix_store.py", "test_processes.py", "test_properties.py", "test_samples.py",
 }  # fmt: skip
 """Files that take longest, or few of whose tests take long: those begin."""
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save
 from test_families import build
 from test_fork import CASES, SMALL, make
-from tiny import begin, decode, feed, prompt, tiny_model
+from tiny import begin, decode, forward, prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.files.fingerprint import likeness
@@ -268,8 +268,8 @@ def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
     model = build("qwen3_next", "hybrid_sparse") if family == "linear" else tiny_model(family)
     ids, mask = prompt(2, PROMPT)
     cache = make(model, case if case in CASES else "scout", tier)
-    feed(model, cache, ids, mask, 0, 90)
-    token = feed(model, cache, ids, mask, 90, PROMPT)[:, -1].argmax(-1, keepdim=True)
+    forward(model, cache, ids, mask, 0, 90)
+    token = forward(model, cache, ids, mask, 90, PROMPT)[:, -1].argmax(-1, keepdim=True)
     token = decode(model, cache, token, mask, 19)[0][:, -1:]
     mask = torch.cat([mask, mask.new_ones(2, 19)], 1)
     cache.save(folder)

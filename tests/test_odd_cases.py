@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_exactness import assert_equal, decode_logits
 from test_hybrid_cache import COVERING, TIERS, hooks_on
-from tiny import DEVICE, SIZES, feed, prompt, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, forward, prompt, spread_weights, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -265,8 +265,8 @@ def test_padding_gives_its_slots_to_a_short_rows_tokens(
     mask[1, :padding] = 0
     theirs = DynamicCache()
     for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
-        ours = feed(llama, cache, ids, mask, first, stop)[:, -1]
-        want = feed(stock, theirs, ids, mask, first, stop)[:, -1]
+        ours = forward(llama, cache, ids, mask, first, stop)[:, -1]
+        want = forward(stock, theirs, ids, mask, first, stop)[:, -1]
         real = mask[:, stop - 1] != 0
         torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)
 
@@ -284,8 +284,8 @@ def test_a_cache_whose_newest_full_block_is_padding_in_a_row_loads(
     ids, mask = prompt(3, 60)[0], torch.ones(3, 60, dtype=torch.long, device=DEVICE)
     mask[2, :48] = 0
     cache = HybridCache(llama, policy, **knobs)
-    feed(llama, cache, ids, mask, 0, 49)
+    forward(llama, cache, ids, mask, 0, 49)
     for at in range(49, 60):
         cache.save(tmp_path / "saved")
         loaded = HybridCache.load(tmp_path / "saved", llama)
-        assert torch.equal(*(feed(llama, one, ids, mask, at, at + 1) for one in (cache, loaded)))
+        assert torch.equal(*(forward(llama, one, ids, mask, at, at + 1) for one in (cache, loaded)))

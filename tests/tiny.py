@@ -101,19 +101,6 @@ def in_memory(tier: str, knobs: dict[str, Any]) -> dict[str, Any]:
     return knobs | {"lookahead": "off"} if one else knobs
 
 
-@torch.no_grad()
-def feed(
-    model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: Iterable[int]
-) -> list[torch.Tensor]:
-    """Let a cache take in the tokens between cuts, piece by piece; the logits `[B, n, V]` of each."""
-    logits = []
-    for first, stop in itertools.pairwise(cuts):
-        positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
-        given = {"attention_mask": mask[:, :stop], "position_ids": positions, "past_key_values": cache}
-        logits.append(model(input_ids=ids[:, first:stop], use_cache=True, **given).logits)
-    return logits
-
-
 def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask `[batch, length]`; rows after the first are left padded by more and more."""
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -125,7 +112,7 @@ def prompt(batch: int, length: int, seed: int = 1) -> tuple[torch.Tensor, torch.
 
 
 @torch.no_grad()
-def feed(
+def forward(
     model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, first: int, stop: int
 ) -> torch.Tensor:
     """Logits `[B, stop - first, V]` of tokens that come at once, behind `first` that are cached."""
@@ -136,9 +123,16 @@ def feed(
     return logits
 
 
+def feed(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: Iterable[int]
+) -> list[torch.Tensor]:
+    """Let a cache take in the tokens between cuts, piece by piece; the logits `[B, n, V]` of each."""
+    return [forward(model, cache, ids, mask, first, stop) for first, stop in itertools.pairwise(cuts)]
+
+
 def prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Run a prompt and return the next token `[B, 1]`."""
-    return feed(model, cache, ids, mask, 0, ids.shape[1])[:, -1].argmax(-1, keepdim=True)
+    return forward(model, cache, ids, mask, 0, ids.shape[1])[:, -1].argmax(-1, keepdim=True)
 
 
 def decode(
