@@ -55,9 +55,8 @@ _KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "fluxion, shared": ("fluxion", {**_FLUXION, "tier": "split", "schedule": "priority"}),
 }
 SETTINGS = {
-    name: Setting(2, 16, policy, knobs, True)
+    name: Setting(2, 16, policy, knobs if DEVICE == "cpu" else {**knobs, "tier": "split"}, True)
     for name, (policy, knobs) in _KNOBS.items()
-    if DEVICE == "cpu" or knobs["tier"] != "one"
 }
 """Every policy in each memory, with budgets that cover all tokens: logits are those of full attention."""
 
