@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import feed, prompt, tiny_model
+from tiny import forward, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
@@ -35,8 +35,8 @@ def decode(model: PreTrainedModel, cache: Any, batch: int = 3, length: int = 240
     """Logits `[B, steps, V]` of tokens that come one by one behind a prompt; rows are left padded."""
     ids, mask = prompt(batch, length + steps)
     mask[1:2, : length - 60] = 0  # a short row beside long ones
-    feed(model, cache, ids, mask, 0, length)
-    return torch.cat([feed(model, cache, ids, mask, t, t + 1) for t in range(length, length + steps)], 1)
+    forward(model, cache, ids, mask, 0, length)
+    return torch.cat([forward(model, cache, ids, mask, t, t + 1) for t in range(length, length + steps)], 1)
 
 
 @pytest.mark.parametrize("name", SHARED)
