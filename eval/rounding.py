@@ -11,8 +11,9 @@ largest of the steps' largest differences. For comparison `other` decodes after 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -38,20 +39,26 @@ def _cache(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) 
     return measuring.hold(model, row.policy, row.options, reading)
 
 
-def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    """Queries of decode steps are multiplied by 1 + `NOISE` · normal."""
+@contextlib.contextmanager
+def noisy() -> Iterator[None]:
+    """Multiply queries of decode steps by 1 + `NOISE` · normal."""
     attend, generator = AttentionInterface()[NAME], torch.Generator().manual_seed(0)
 
     def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
         normal = torch.randn(query.shape, generator=generator, dtype=torch.float32).to(query.device)
         return attend(module, (query.float() * (1 + NOISE * normal)).to(query.dtype), *rest, **named)
 
-    cache = _cache(model, row, reading)
     AttentionInterface.register(NAME, disturbed)
     try:
-        return measuring.follow(model, cache, reading.following)[0]
+        yield
     finally:
         AttentionInterface.register(NAME, attend)
+
+
+def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+    cache = _cache(model, row, reading)
+    with noisy():
+        return measuring.follow(model, cache, reading.following)[0]
 
 
 def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from tiny import feed, prompt, tiny_model
 
 import hf_offload
-import quality
+import rounding
 from hf_offload.blocks import digests
 
 KNOBS = {"samples": 24, "sinks": 4, "recent": 16, "block_size": 16}
@@ -37,7 +37,7 @@ def follow(model: Any, cache: Any, ids: torch.Tensor = IDS[:, LENGTH:], **option
 
 def with_noise(model: Any) -> torch.Tensor:
     cache = read(model)
-    with quality.noisy(1e-7, 0):
+    with rounding.noisy():
         return follow(model, cache)
 
 

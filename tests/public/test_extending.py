@@ -157,6 +157,19 @@ def test_a_class_that_is_defined_again_takes_its_own_place(method: Any) -> None:
         hf_offload.register_policy(other)
 
 
+def test_a_states_settle_of_version_0_1_is_called() -> None:
+    class Old(hf_offload.LayerState):
+        waited = False
+
+        def settle(self) -> None:
+            self.waited = True
+
+    state = Old()
+    with pytest.warns(FutureWarning, match=r"Old\.settle is called wait now"):
+        state.wait()
+    assert state.waited
+
+
 def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) -> None:
     class Sour(hf_offload.LayerState):
         def wait(self) -> None:
