@@ -196,7 +196,7 @@ SENT = given("cpu", 2, 2, 2, 16, 3)
         ({"epoch": ONE.expand(2), "late": ONE}, r"epoch has shape \(2,\)"),
         ({"spins": -1}, "spins=-1"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], told: str) -> None:
     """Of a hand-over, and of a wait where `late` or `spins` is given."""
