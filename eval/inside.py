@@ -120,7 +120,7 @@ def used_bytes(caches: Iterable[Any]) -> int:
     for pool in pools:
         pool._collect()
     slabs = [slabs for pool in pools for slabs in (pool._plain, pool._packed)]
-    return sum((each.places - len(each.free)) * each.nbytes for each in slabs)
+    return sum((each.records - len(each.free)) * each.nbytes for each in slabs)
 
 
 def slab_bytes(caches: Iterable[Any]) -> int:

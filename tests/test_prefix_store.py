@@ -735,6 +735,9 @@ def test_a_lock_that_is_held_costs_a_save_and_no_prompt(
     assert found.cache.get_seq_length() == 198
     assert isinstance(store._failed, OSError)
     assert "another process saves" in str(store._failed)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="another process saves"):
+        store.close()
 
 
 def test_an_entry_that_is_being_saved_is_found_when_it_is_there(

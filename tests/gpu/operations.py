@@ -254,12 +254,12 @@ def join_heads(sizes: tuple[int, int, int], join: str, has_tail: bool) -> Case:
 
 
 def resident_set(
-    seed: int, slots: int, blocks: int, *, sealed: int, known: int | None = None, low: Sequence[int] = (0,),
+    seed: int, slots: int, blocks: int, *, sealed: int, scored: int | None = None, low: Sequence[int] = (0,),
     high: Sequence[int] = (1,), free: float = 0.0, ties: bool = False, worth: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A random resident set of 2 KV heads; what `worth` does not know is NaN, and padding is never wanted."""
     rng = np.random.default_rng(seed)
-    known = sealed if known is None else known
+    scored = sealed if scored is None else scored
     shape = (len(high), 2)
     values = rng.standard_normal((*shape, blocks)).astype(np.float32)
     if ties:
@@ -269,7 +269,7 @@ def resident_set(
         values[:] = worth
     for row, first in enumerate(low):
         values[row, :, :first] = -np.inf
-    values[:, :, known:] = np.nan
+    values[:, :, scored:] = np.nan
     block_of, slot_of = np.full((*shape, slots), -1, np.int32), np.full((*shape, blocks), -1, np.int32)
     for line in np.ndindex(shape):
         held = rng.permutation(max(sealed, 1))[:slots]
@@ -278,14 +278,14 @@ def resident_set(
         block_of[line][places[keep]], slot_of[line][held[keep]] = held[keep], places[keep]
     arrays = {"worth": values, "block_of": block_of, "slot_of": slot_of}
     given = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return {**given, "known": numbers(known), "low": numbers(*low), "high": numbers(*high)}
+    return {**given, "scored": numbers(scored), "low": numbers(*low), "high": numbers(*high)}
 
 
 class Line:
     """One row and KV head of a resident set, changed by loops as the device should change it."""
 
     def __init__(self, at: dict[str, Any], sealed: int, recent: int, b: int, h: int) -> None:
-        self.worth = at["worth"][b, h, : int(at["known"])].numpy()
+        self.worth = at["worth"][b, h, : int(at["scored"])].numpy()
         self.block_of, self.slot_of = at["block_of"][b, h].numpy().copy(), at["slot_of"][b, h].numpy().copy()
         self.low, self.high, self.newest = int(at["low"][b]), int(at["high"][b]), sealed - recent
 
@@ -297,9 +297,9 @@ class Line:
         """Slots that may change hands in the order in which they are given up: free ones, then by rising worth."""
         slots = np.flatnonzero((self.block_of < self.low) | self.may_move(self.block_of))  # free, or padding
         held = self.block_of[slots]
-        known = (held >= 0) & (held < len(self.worth))
+        scored = (held >= 0) & (held < len(self.worth))
         worth = np.where(held < 0, -np.inf, np.inf)
-        worth[known] = self.worth[held[known]]
+        worth[scored] = self.worth[held[scored]]
         return slots[np.lexsort((held, worth))]
 
     def assign(self, slot: int, block: int) -> None:
@@ -349,11 +349,11 @@ def exchange_drawn(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     slots, blocks = int(rng.integers(1, 40)), int(rng.integers(3, 200))
     sealed = int(rng.integers(0, blocks + 1))
-    known = max(0, sealed - int(rng.integers(0, 4)))
+    scored = max(0, sealed - int(rng.integers(0, 4)))
     low = rng.integers(0, 20, 3).tolist()
     high = [first + int(rng.integers(0, 6)) for first in low]
     at = resident_set(
-        seed, slots, blocks, sealed=sealed, known=known, low=low, high=high, free=0.3 * (seed % 3), ties=seed % 2 == 0
+        seed, slots, blocks, sealed=sealed, scored=scored, low=low, high=high, free=0.3 * (seed % 3), ties=seed % 2 == 0
     )
     return exchange_blocks(at, sealed=sealed, recent=int(rng.integers(0, 5)))
 
@@ -373,9 +373,9 @@ def open_drawn(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     sealed, slots = int(rng.integers(5, 100)), int(rng.integers(8, 40))
     high, recent = rng.integers(0, 2, 3).tolist(), int(rng.integers(0, 4))
-    known = max(0, sealed - int(rng.integers(0, 3))) if seed % 4 else 0
+    scored = max(0, sealed - int(rng.integers(0, 3))) if seed % 4 else 0
     at = resident_set(
-        seed, slots, sealed + 3, sealed=sealed, known=known, low=[max(end - 1, 0) for end in high], high=high,
+        seed, slots, sealed + 3, sealed=sealed, scored=scored, low=[max(end - 1, 0) for end in high], high=high,
         free=0.15 * (seed % 3), ties=seed % 2 == 0,
     )  # fmt: skip
     return open_block(at, sealed=sealed, recent=recent)

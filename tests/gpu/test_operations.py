@@ -80,7 +80,7 @@ SELECTED: list[tuple[Any, ...]] = [  # score, sealed, length, low, high, recent,
     (close_scores[:, :, :4099] * 3, 4099, 4099 * 8, [0], [2], 4, 4000),
 ]
 ODD_WORTH: list[dict[str, Any]] = [{"worth": x} for x in (0.0, -0.0, math.inf, -math.inf, 1e-45)]
-ODD_WORTH += [{"known": 0}, {"known": 0, "sealed": 0}, {"sealed": 3}]
+ODD_WORTH += [{"scored": 0}, {"scored": 0, "sealed": 0}, {"sealed": 3}]
 
 
 SELECTED.append((torch.zeros(1, 1, 10), 10, 80, [0], [6], 0, 3, 0, 4))  # two more than the capacity
@@ -91,8 +91,8 @@ def select_odd(row: int) -> Case:
 
 
 def exchange_odd(row: int) -> Case:
-    """Both zeros, infinities, all known or nothing: blocks of one worth go by their number."""
-    given = {"known": 30, "sealed": 30, "low": (0, 0), "high": (2, 0), "free": 0.2, "ties": True, **ODD_WORTH[row]}
+    """Both zeros, infinities, all scored or nothing: blocks of one worth go by their number."""
+    given = {"scored": 30, "sealed": 30, "low": (0, 0), "high": (2, 0), "free": 0.2, "ties": True, **ODD_WORTH[row]}
     least = int(given.get("worth", -math.inf) > -math.inf)
     return of.exchange_blocks(of.resident_set(3, 9, 33, **given), sealed=given["sealed"], recent=2, least=least)
 
@@ -104,7 +104,7 @@ def exchange_if(due: int) -> Case:
 
 def exchange_many(sizes: tuple[int, int]) -> Case:
     slots, blocks = sizes
-    at = of.resident_set(slots, *sizes, known=blocks - 2, sealed=blocks - 1, free=0.1, ties=slots > 100)
+    at = of.resident_set(slots, *sizes, scored=blocks - 2, sealed=blocks - 1, free=0.1, ties=slots > 100)
     return of.exchange_blocks(at, sealed=blocks - 1, recent=4, least=21)
 
 

@@ -125,7 +125,8 @@ def assert_same(model: PreTrainedModel, got: HybridCache, want: HybridCache, mas
         ratios = [layer["cpu_ratio_by_step"][-FOLLOWING:] for layer in cache.stats().as_dict()["layers"]]
         found.append((logits, (counts(cache) - before).tolist(), ratios))
     alike = (found[0][0] - found[1][0]).abs().amax(-1) <= atol
-    assert alike.float().mean() > 0.9  # of two tokens with almost equal weights the other one may be kept
+    tied = got.settings.policy.name == "hgca"  # of two tokens with almost equal weights the other one may be kept
+    assert alike.float().mean() > (0.9 if tied else 0.999)
     assert found[0][1:] == found[1][1:]
 
 
