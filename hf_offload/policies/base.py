@@ -270,7 +270,7 @@ class LayerState:
         Raises:
             WorkerError: the work failed.
         """
-        if settle := getattr(self, "settle", None):  # its name in version 0.1
+        if settle := getattr(self, "settle", None):  # its former name
             warnings.warn(f"{type(self).__name__}.settle is called wait now; rename it", FutureWarning, stacklevel=2)
             settle()
 

@@ -157,7 +157,7 @@ def test_a_class_that_is_defined_again_takes_its_own_place(method: Any) -> None:
         hf_offload.register_policy(other)
 
 
-def test_a_states_settle_of_version_0_1_is_called() -> None:
+def test_the_former_name_of_a_states_wait_is_called() -> None:
     class Old(hf_offload.LayerState):
         waited = False
 
