@@ -35,20 +35,22 @@ def run(settings: str, script: str, *arguments: str) -> None:
         settings: JSON. `assets`: name and file of the module of texts and demo model, which is the same for everybody.
             `names`: public names, which an older package may have in its modules alone.
     """
+    import hf_offload
+
     given = json.loads(settings)
     name, file = given["assets"]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    import hf_offload
-
+    sys.modules[name] = assets = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(assets)
     homes = [module for name, module in sys.modules.items() if name.startswith("hf_offload.")]
     for name in given["names"]:
         for home in homes:
             if not hasattr(hf_offload, name) and hasattr(home, name):
                 setattr(hf_offload, name, getattr(home, name))
+        if hasattr(assets, name):
+            setattr(hf_offload, name, getattr(assets, name))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
