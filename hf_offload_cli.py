@@ -107,19 +107,19 @@ def profile(
         )  # fmt: skip
         content = _text(text)
         language_model, tokenizer = _load(model, dtype, attn_implementation="hybrid_sparse")
-        found = profile_intervals(
+        profile = profile_intervals(
             language_model, _ids(tokenizer, content), tokens=tokens, steps=steps, windows=windows, resident=resident,
             block_size=block_size, progress=True, budget=budget, threshold=threshold,
         )  # fmt: skip
-        found.write(out)
+        profile.write(out)
         simulated = language_model.device.type == "cpu"
-    _print(profile_table(found))
+    _print(profile_table(profile))
     if simulated:
         typer.echo(
             "The model is on the CPU, where two memories were simulated. The intervals are for a GPU: ratios count "
             'tokens, not time. Here the line below needs tier="split", because one memory recalls nothing.'
         )
-    typer.echo(f"wrote {out}; use it with\n\n    {usage(found, out)}\n")
+    typer.echo(f"wrote {out}; use it with\n\n    {usage(profile, out)}\n")
 
 
 @app.command(
@@ -189,12 +189,12 @@ def tune(
         content = _text(text)
         other = None if held_out is None else _read("held_out", held_out)
         language_model, tokenizer = _load(model, dtype, attn_implementation="hybrid_sparse")
-        found = find_setting(
+        tuning = find_setting(
             language_model, _ids(tokenizer, content), target_kl, tokens=tokens, steps=steps, windows=windows, tier=tier,
             predictor=predictor, held_out=None if other is None else _ids(tokenizer, other), progress=True,
         )  # fmt: skip
-    _print(found.table())
-    typer.echo(f"{found.why}\n\n    {found.chosen.line}\n")
+    _print(tuning.table())
+    typer.echo(f"{tuning.why}\n\n    {tuning.chosen.line}\n")
 
 
 @app.command(
@@ -400,19 +400,19 @@ def du(folder: Folder = PREFIXES) -> None:
     from hf_offload.files.entries import used_bytes
     from hf_offload.tools.tables import make_table
 
-    found = _listed(folder)
+    entries = _listed(folder)
     rows = []
-    for namespace in sorted({entry.path.parent for entry in found}):
-        mine = [entry for entry in found if entry.path.parent == namespace]
-        about = mine[0].about
+    for namespace in sorted({entry.path.parent for entry in entries}):
+        listed = [entry for entry in entries if entry.path.parent == namespace]
+        about = listed[0].about
         rows.append({
             "model": str(about.get("model", "?")), "policy": str(about.get("policy", {}).get("name", "?")),
-            "entries": str(sum(bool(entry.tokens) for entry in mine)), "bytes": size_text(used_bytes(namespace)),
-            "of killed processes": size_text(sum(entry.own for entry in mine if not entry.tokens)),
+            "entries": str(sum(bool(entry.tokens) for entry in listed)), "bytes": size_text(used_bytes(namespace)),
+            "of killed processes": size_text(sum(entry.own for entry in listed if not entry.tokens)),
         })  # fmt: skip
     if rows:
         _print(make_table(str(folder), rows))
-    typer.echo(f"{size_text(used_bytes(*{entry.path.parent for entry in found}))} in {folder}")
+    typer.echo(f"{size_text(used_bytes(*{entry.path.parent for entry in entries}))} in {folder}")
 
 
 @store_app.command(epilog=_example("hf-offload store rm 4f0c2a", "hf-offload store rm --all"))
@@ -425,11 +425,11 @@ def rm(
     from hf_offload.files.entries import clean, locked, remove
 
     with _mistakes():
-        found = {_entry_id(each.path): each.path for each in _listed(folder) if each.tokens}
-        names = list(found) if everything else entry or []
+        entries = {_entry_id(each.path): each.path for each in _listed(folder) if each.tokens}
+        names = list(entries) if everything else entry or []
         if not names and not everything:
             raise ValueError("name entries, as `hf-offload store ls` does, or use --all")
-        if unknown := [name for name in names if name not in found]:
+        if unknown := [name for name in names if name not in entries]:
             raise ValueError(f"{folder} has no entry {unknown[0]!r}; `hf-offload store ls` names them")
         if not folder.expanduser().exists():
             return
@@ -438,7 +438,7 @@ def rm(
                 raise OSError(f"another process is saving in {folder}; try again")
             clean(folder.expanduser())
             for name in names:
-                remove(found[name])
+                remove(entries[name])
     typer.echo(f"removed {len(names)}")
 
 
@@ -574,39 +574,39 @@ def quality_table(report: dict[str, Any]) -> Table:
         "recall": "streaming_recall",
     }  # fmt: skip
     rows = []
-    for tau, found in report["quality"].items():
-        budgets = found["budgets"]["32"]
-        row = {"τ": tau} | {column: f"{found[rate]:.3f}" for column, rate in rates.items()}
+    for tau, figures in report["quality"].items():
+        budgets = figures["budgets"]["32"]
+        row = {"τ": tau} | {column: f"{figures[rate]:.3f}" for column, rate in rates.items()}
         for name in ("needed", "predicted", "too_little", "too_much"):
             row[name.replace("_", " ")] = f"{100 * budgets[name]:.2f}"
         rows.append(row)
     return make_table(title, rows)
 
 
-def profile_table(found: Profile) -> Table:
+def profile_table(profile: Profile) -> Table:
     """Interval and CPU ratio of each measured layer, and the mean over them."""
     from rich.table import Table
 
-    at = [step for step in SHOWN_STEPS if step < found.steps] + [found.steps]
-    table = Table(title=f"steps between recalls, CPU ratio ≤ {found.threshold:g}")
+    at = [step for step in SHOWN_STEPS if step < profile.steps] + [profile.steps]
+    table = Table(title=f"steps between recalls, CPU ratio ≤ {profile.threshold:g}")
     for title in ("layer", "interval", *(f"ratio at {step}" for step in at)):
         table.add_column(title, justify="right")
-    for layer in found.layers:
-        interval, ratios = found.intervals[layer], found.ratio_by_step[layer]
-        most = "≥ " if interval == found.steps and ratios[-1] <= found.threshold else ""
+    for layer in profile.layers:
+        interval, ratios = profile.intervals[layer], profile.ratio_by_step[layer]
+        most = "≥ " if interval == profile.steps and ratios[-1] <= profile.threshold else ""
         table.add_row(str(layer), f"{most}{interval}", *(f"{ratios[step - 1]:.3f}" for step in at))
-    count = len(found.layers)
-    means = [sum(found.ratio_by_step[layer][step - 1] for layer in found.layers) / count for step in at]
-    mean = sum(found.intervals[layer] for layer in found.layers) / count
+    count = len(profile.layers)
+    means = [sum(profile.ratio_by_step[layer][step - 1] for layer in profile.layers) / count for step in at]
+    mean = sum(profile.intervals[layer] for layer in profile.layers) / count
     table.add_section()
     table.add_row("mean", f"{mean:.1f}", *(f"{value:.3f}" for value in means))
     return table
 
 
-def usage(found: Profile, out: Path) -> str:
+def usage(profile: Profile, out: Path) -> str:
     """The line of Python that makes a cache with these intervals."""
-    size = "" if found.block_size == 32 else f"block_size={found.block_size}, "
-    sizes = f"budget={found.budget}, resident={found.resident}, {size}"
+    size = "" if profile.block_size == 32 else f"block_size={profile.block_size}, "
+    sizes = f"budget={profile.budget}, resident={profile.resident}, {size}"
     return f'HybridCache(model, "scout", {sizes}recall={json.dumps(str(out))})'
 
 

@@ -245,10 +245,10 @@ def _generating(model: Any) -> PreTrainedModel:
 
 def _cache_maker(model: PreTrainedModel) -> _CacheMaker | None:
     """Return the `_CacheMaker` of an enabled model, or None."""
-    found: Any = model.__dict__.get(_PREPARE)
-    kind = type(found)  # by name: the package may have been imported again since
+    prepare: Any = model.__dict__.get(_PREPARE)
+    kind = type(prepare)  # by name: the package may have been imported again since
     ours = (kind.__module__, kind.__qualname__) == (_CacheMaker.__module__, _CacheMaker.__qualname__)
-    return found if ours else None
+    return prepare if ours else None
 
 
 def _uninstall(model: PreTrainedModel, maker: _CacheMaker) -> None:

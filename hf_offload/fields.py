@@ -26,22 +26,22 @@ class Field(NamedTuple):
     most: float | Sequence[float] | None = None
 
 
-def check_tensors(where: str, found: Mapping[str, torch.Tensor], fields: Mapping[str, Field]) -> None:
+def check_tensors(where: str, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Field]) -> None:
     """Check that a file has exactly the tensors of a table, each as its field says.
 
     Args:
         where: prefix of the names in messages, with its separator.
-        found: the file's tensors by name.
+        tensors: the file's tensors by name.
         fields: the expected tensors by name.
 
     Raises:
         ValueError: a tensor is missing, unexpected, or does not fit its field.
     """
-    if wrong := sorted(found.keys() ^ fields.keys()):
+    if wrong := sorted(tensors.keys() ^ fields.keys()):
         raise ValueError(f"{where}{shown(wrong[0])} is {'missing' if wrong[0] in fields else 'unexpected'}")
     sizes: dict[str, int] = {}
     for name, field in fields.items():
-        tensor, name = found[name], where + name
+        tensor, name = tensors[name], where + name
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}, not a tensor")
         if tensor.dtype != field.dtype:

@@ -461,9 +461,9 @@ class PrefixStore:
 
     def _list(self, namespace: Path) -> None:
         """Read the tokens of entries that have come since the folder was last listed; forget those that are gone."""
-        there = set(entries.entries_in(namespace))
-        self._forget({path for path in self._disk if path.parent == namespace} - there)
-        for path in there - self._disk.keys():
+        on_disk = set(entries.entries_in(namespace))
+        self._forget({path for path in self._disk if path.parent == namespace} - on_disk)
+        for path in on_disk - self._disk.keys():
             with contextlib.suppress(OSError):
                 if (ids := entries.read_tokens(path)) is None:
                     self._discard(path)

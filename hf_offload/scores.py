@@ -20,8 +20,8 @@ class Scores(NamedTuple):
 
     def of(self, products: torch.Tensor) -> torch.Tensor:
         """Return the scores for products q·k of any shape."""
-        found = products * self.scale
-        return found if self.softcap is None else torch.tanh(found / self.softcap) * self.softcap
+        scores = products * self.scale
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
     def of_tokens(self, query: torch.Tensor, key: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """Return the scores of each KV head's tokens.

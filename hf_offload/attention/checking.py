@@ -74,14 +74,14 @@ def check(
     if sinks is not None:
         both = torch.from_numpy(out), torch.from_numpy(lse)
         out = merge_partials([both], sinks.float().cpu().view(1, -1))[0].numpy()
-    there = np.isfinite(lse)  # not a row of padding
-    if not there.any():
+    valid = np.isfinite(lse)  # not a row of padding
+    if not valid.any():
         return
-    true = np.abs(np.expm1(got_lse[there] - lse[there]))
-    missed = -np.expm1(np.minimum(attended[there] - lse[there], 0))
-    norm = np.maximum(np.linalg.norm(out[there], axis=-1), np.finfo(np.float32).tiny)
-    error = np.linalg.norm(got[there] - out[there], axis=-1) / norm
-    estimated = None if errors is None else errors[there]
+    true = np.abs(np.expm1(got_lse[valid] - lse[valid]))
+    missed = -np.expm1(np.minimum(attended[valid] - lse[valid], 0))
+    norm = np.maximum(np.linalg.norm(out[valid], axis=-1), np.finfo(np.float32).tiny)
+    error = np.linalg.norm(got[valid] - out[valid], axis=-1) / norm
+    estimated = None if errors is None else errors[valid]
     layer.stats.checked.add(missed, error, estimated, true)
     if estimated is not None:
         checks.compare(estimated, true)
@@ -91,5 +91,5 @@ def _replaced(total: np.ndarray, part: np.ndarray, other: np.ndarray) -> np.ndar
     """The log of exp(total) - exp(part) + exp(other), which is not less than `other`."""
     with np.errstate(all="ignore"):  # rows of padding; a part that is the whole
         rest = np.log1p(-np.minimum(np.exp(np.minimum(part - total, 0)), 1))
-        found: np.ndarray = np.logaddexp(total + rest, other)
-    return np.where(np.isnan(found), other, found)
+        joined: np.ndarray = np.logaddexp(total + rest, other)
+    return np.where(np.isnan(joined), other, joined)

@@ -264,8 +264,8 @@ def _unsupported(kwargs: dict[str, Any]) -> list[str]:
 
     A `cache` is a paged one, which holds the keys, unless it is a cache of the kind that was updated before the call.
     """
-    found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    return found if isinstance(kwargs.get("cache"), Cache | None) else [*found, "cache"]
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    return unsupported if isinstance(kwargs.get("cache"), Cache | None) else [*unsupported, "cache"]
 
 
 def _check(

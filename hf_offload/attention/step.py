@@ -306,7 +306,7 @@ def _fp32(partial: Partial, device: torch.device) -> list[torch.Tensor]:
     Raises:
         TypeError: anything else.
     """
-    found = []
+    tensors = []
     for x in partial:
         if isinstance(x, np.ndarray) and x.dtype.kind == "f":
             x = torch.from_numpy(np.ascontiguousarray(x, np.float32))
@@ -318,5 +318,5 @@ def _fp32(partial: Partial, device: torch.device) -> list[torch.Tensor]:
             raise TypeError(
                 f"Partial(out, lse) is made of tensors or arrays, not of {what}; use float32, strided, with memory"
             )
-        found.append(x.to(device, torch.float32).contiguous())
-    return found
+        tensors.append(x.to(device, torch.float32).contiguous())
+    return tensors

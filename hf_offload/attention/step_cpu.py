@@ -98,10 +98,10 @@ class StepBuffers:
 
 def buffers_of(layer: HybridLayer, shape: torch.Size) -> StepBuffers:
     """Return a layer's buffers for queries `[B, Hq, …, D]`."""
-    found: StepBuffers | None = layer.step_buffers.get(shape)
-    if found is None:
-        found = layer.step_buffers[shape] = StepBuffers((*shape[:2], shape[-1]))
-    return found
+    buffers: StepBuffers | None = layer.step_buffers.get(shape)
+    if buffers is None:
+        buffers = layer.step_buffers[shape] = StepBuffers((*shape[:2], shape[-1]))
+    return buffers
 
 
 Action = Callable[["CpuStep"], None]

@@ -207,8 +207,8 @@ class SplitStep(Step):
         partial = None
         if host is not None:  # first, so that CPU and device work at once
             partial = self._host_partial(host).start(self, host, correct=False, label="CPU attention")
-        found = () if device is None else (self.attend_device(device),)
-        return found if partial is None else (*found, partial)
+        partials = () if device is None else (self.attend_device(device),)
+        return partials if partial is None else (*partials, partial)
 
     def fetch(self, score: torch.Tensor, chosen: Selection) -> tuple[Partial | HostPartial, ...]:
         resident = self.resident
@@ -221,8 +221,8 @@ class SplitStep(Step):
         resident.bring(moves)
         self.layer.count("moves", moves.counts)
         device, missing = self.split(chosen)
-        found, fits = self.attend_device(device), chosen.items.shape[2] <= resident.slots
-        return (found,) if missing is None or fits else (found, self.attend_fetched(missing))
+        attended, fits = self.attend_device(device), chosen.items.shape[2] <= resident.slots
+        return (attended,) if missing is None or fits else (attended, self.attend_fetched(missing))
 
     def attend_fetched(self, host: Selection) -> Partial:
         resident, shape, most = self.resident, host.items.shape[:2], host.items.shape[2]
@@ -304,8 +304,8 @@ class SplitStep(Step):
         if self.layer.stats.steps % COMPARE_EVERY or self.mirror.capture is not None:
             return
         valid = torch.arange(wanted.items.shape[2], device=self.query.device) < wanted.counts[..., None]
-        found = self._marks(predicted).gather(2, torch.where(valid, wanted.items, 0).long()) & valid
-        self.layer.count("overlap", found.sum(dtype=torch.float32) / valid.sum().clamp(min=1))
+        hits = self._marks(predicted).gather(2, torch.where(valid, wanted.items, 0).long()) & valid
+        self.layer.count("overlap", hits.sum(dtype=torch.float32) / valid.sum().clamp(min=1))
 
     def _marks(self, selection: Selection) -> torch.Tensor:
         """Return a selection as a mask over blocks, bool `[B, Hkv, N]`."""

@@ -32,7 +32,7 @@ class TokenFetch:
         wanted, number = numbers.cpu().numpy(), counts.cpu().numpy()
         most = max(int(number.max(initial=0)), 1)
         valid = np.arange(most) < number[..., None]
-        self.there = torch.from_numpy(valid).to(store.device)
+        self.valid = torch.from_numpy(valid).to(store.device)
         """Bool `[B, Hkv, m]`, the valid entries of the result of `arrive`."""
         pin = store.pool.pinned and not store.format.packs
         shape = (*number.shape, most, 2, store.head_dim)
@@ -64,7 +64,7 @@ class TokenFetch:
         """Wait for the job and copy its result to the device.
 
         Returns:
-            K, V `[B, Hkv, m, D]` in the model's dtype; entries that are not `there` are undefined.
+            K, V `[B, Hkv, m, D]` in the model's dtype; entries that are not `valid` are undefined.
 
         Raises:
             WorkerError: the job failed.

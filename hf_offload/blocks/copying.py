@@ -85,9 +85,9 @@ def staged(store: BlockStore, into: torch.Tensor, source: np.ndarray, index: np.
             together = host_empty((len(some), *shape), dtype, brief=True, what="a recall")
             _bring_together(store, some, together)
             with memory_for("a recall", "fewer rows or a smaller budget need less"):
-                there = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
-            there.copy_(narrow(together, store.dtype) if store.format.packs else together)
-            into.index_copy_(0, sent(rows.astype(np.int64), into.device), there)
+                moved = torch.empty((len(some), *shape), dtype=into.dtype, device=into.device)
+            moved.copy_(narrow(together, store.dtype) if store.format.packs else together)
+            into.index_copy_(0, sent(rows.astype(np.int64), into.device), moved)
 
     return copy
 

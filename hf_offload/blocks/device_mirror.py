@@ -153,9 +153,9 @@ def to_host(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, Callable[[],
     """
     if tensor.device.type != "cuda":
         return tensor.clone(), _nothing
-    there = host_empty(tensor.shape, tensor.dtype, pin=True, brief=True, what=what)
-    there.copy_(tensor, non_blocking=True)
-    return there, torch.cuda.current_stream(tensor.device).record_event().synchronize
+    copy = host_empty(tensor.shape, tensor.dtype, pin=True, brief=True, what=what)
+    copy.copy_(tensor, non_blocking=True)
+    return copy, torch.cuda.current_stream(tensor.device).record_event().synchronize
 
 
 def _nothing() -> None:

@@ -338,8 +338,8 @@ class SubMeanStore(DigestStore):
             if int(number.min()) >= _FIRST_PAIRS:
                 break
         error, number = (torch.where(few[..., 0], x.sum(0), x) for x in (error, number))
-        found = center, sigma, (error / number.clamp(min=1)).float()
-        self.center, self.sigma, self.error = (part.to(self.device) for part in found)
+        parts = center, sigma, (error / number.clamp(min=1)).float()
+        self.center, self.sigma, self.error = (part.to(self.device) for part in parts)
         self.frozen, self.bundle = True, None
 
     def _pairs(self, tiles: Tiles) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -362,13 +362,13 @@ class SubMeanStore(DigestStore):
         return self.arrays(_NO_QUERY, 1.0) if self.device.type == "cpu" else None
 
     def arrays(self, query: np.ndarray, scale: float, earlier: Digest | None = None) -> Digest:
-        kept, found = self.blocks.arrays, self.bundle
-        if not isinstance(found, SubMeans) or found.codes is not kept["codes"]:
+        kept, bundle = self.blocks.arrays, self.bundle
+        if not isinstance(bundle, SubMeans) or bundle.codes is not kept["codes"]:
             with self.lock:
-                self.bundle = found = submeans(
+                self.bundle = bundle = submeans(
                     kept["codes"], kept["levels"], kept["sizes"], kept["bias"], self.center.numpy(), self.sigma.numpy()
                 )
-        return found
+        return bundle
 
     def score(self, query: torch.Tensor, table: torch.Tensor, limits: torch.Tensor, scores: Scores) -> torch.Tensor:
         kept = self.blocks.tensors

@@ -215,8 +215,8 @@ class HostPool:
     def addresses(self, ids: np.ndarray, heads: np.ndarray) -> np.ndarray:
         """Addresses, int64, of the records of blocks `ids`, KV heads `heads`; packed ones marked as in `block_ptr`."""
         blocks = self.block_ptr[ids]
-        found: np.ndarray = blocks + np.where(blocks & 1, self.packed_record_bytes, self.record_bytes) * heads
-        return found
+        addresses: np.ndarray = blocks + np.where(blocks & 1, self.packed_record_bytes, self.record_bytes) * heads
+        return addresses
 
     def retain(self, ids: np.ndarray) -> None:
         """Add one reference for every occurrence of a block in `ids`."""

@@ -31,14 +31,14 @@ def available_bytes() -> int:
 
     Where the system does not tell, it is more than any machine has.
     """
-    found = [1 << 60]
+    limits = [1 << 60]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+        limits.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
     with contextlib.suppress(OSError, ValueError):
         limit, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "stat"))
-        found.append(int(limit) - int(stat.split()[1]))  # "anon BYTES" comes first; files are dropped when need be
-    return max(min(found), 0)
+        limits.append(int(limit) - int(stat.split()[1]))  # "anon BYTES" comes first; files are dropped when need be
+    return max(min(limits), 0)
 
 
 class HostMemoryError(MemoryError, RuntimeError):
@@ -119,10 +119,10 @@ def host_empty(
     start = -whole.data_ptr() % _HUGE
     with contextlib.suppress(OSError):  # a kernel without huge pages gives ordinary ones
         region.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE * _HUGE)  # what is left would take a whole one
-    found = whole[start : start + size]
-    if pin and CAN_REGISTER and (refused := region.register(found)):
+    aligned = whole[start : start + size]
+    if pin and CAN_REGISTER and (refused := region.register(aligned)):
         _tell_pageable(refused)
-    return found.view(dtype).view(shape)
+    return aligned.view(dtype).view(shape)
 
 
 CAN_REGISTER = hasattr(torch._C, "_cudart")

@@ -56,11 +56,11 @@ class Padding:
             size: of a block; None: the cache's. With 2 blocks are pairs.
         """
         size = size or self.block_size
-        found = self._sinks.get((tokens, size))
-        if found is None:
+        sinks = self._sinks.get((tokens, size))
+        if sinks is None:
             low, high = self.first // size, -(-(self.first + tokens) // size)
-            found = self._sinks[tokens, size] = low.astype(np.int32), high.astype(np.int32)
-        return found
+            sinks = self._sinks[tokens, size] = low.astype(np.int32), high.astype(np.int32)
+        return sinks
 
     def observe(self, mask: torch.Tensor | None, batch: int, total: int, *, dense: bool = False) -> None:
         """Update the validity of tokens 0..total-1 from a mask.

@@ -84,8 +84,8 @@ def _keys(store: BlockStore, newest: torch.Tensor, first: int, count: int) -> to
     if cached == count:
         return store.gather(first, count)[0].to(device)
     at_hand = newest[:, :, first + cached - start : first + count - start]
-    found = torch.cat([store.gather(first, cached)[0], at_hand], 2) if cached else at_hand.contiguous()
-    return found.to(device)
+    keys = torch.cat([store.gather(first, cached)[0], at_hand], 2) if cached else at_hand.contiguous()
+    return keys.to(device)
 
 
 def _token_tiles(

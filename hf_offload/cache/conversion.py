@@ -86,9 +86,9 @@ def device_of(module: nn.Module) -> torch.device:
     for part in () if devices else module.modules():
         device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
         if device is not None:
-            found = torch.device(device)
-            bare = found.type == "cuda" and found.index is None  # a tensor's device always has an index
-            return torch.device("cuda", torch.cuda.current_device()) if bare else found
+            wanted = torch.device(device)
+            bare = wanted.type == "cuda" and wanted.index is None  # a tensor's device always has an index
+            return torch.device("cuda", torch.cuda.current_device()) if bare else wanted
     return devices[0] if devices else torch.device("cpu")
 
 

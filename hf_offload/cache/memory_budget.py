@@ -38,8 +38,8 @@ def parse_bytes(name: str, value: int | str) -> int:
     nbytes = 0
     if isinstance(value, int) and not isinstance(value, bool):
         nbytes = value
-    elif isinstance(value, str) and (found := _AMOUNT.fullmatch(value.strip())):
-        number, prefix, binary = found.groups()
+    elif isinstance(value, str) and (match := _AMOUNT.fullmatch(value.strip())):
+        number, prefix, binary = match.groups()
         power = 0 if prefix is None else 1 + "KMGT".index(prefix.upper())
         nbytes = math.floor(float(number) * (1024 if binary else 1000) ** power)
     if not 1 <= nbytes <= _MOST_BYTES:
@@ -157,8 +157,8 @@ def make_budget(
             f"device_budget={shown(given)}: with one memory nothing is resident; leave it out (or try two memories on "
             'the CPU with tier="split")'
         )
-    if isinstance(given, str) and (found := _BLOCKS.fullmatch(given.strip())):
-        blocks = int(found[1])
+    if isinstance(given, str) and (match := _BLOCKS.fullmatch(given.strip())):
+        blocks = int(match[1])
         if not least <= blocks <= most:
             raise ValueError(
                 f"device_budget={given!r} is not within {least} blocks (sinks, recent tokens, the tail, and room for "

@@ -93,9 +93,9 @@ class Residence:
             if store.digests is not None and not store.scored_on_host:
                 spare += store.batch * store.digests.block_bytes  # those of the blocks that are there are not free
             free += 0 if peer.resident is None else peer.resident.nbytes
-        found = fitting_slots(free, now, block, spare, self.fallback)
+        slots = fitting_slots(free, now, block, spare, self.fallback)
         most = self._most.get(device)
-        return found if most is None or found <= most else self.fallback
+        return slots if most is None or slots <= most else self.fallback
 
     def lower(self, layer: Layer, slots: int) -> int | None:
         """The slots to try after memory has run out: half of them, then one and a half budgets; None: it was those.

@@ -133,8 +133,8 @@ class Pace:
         """p50, p95 and p99 of the seconds between tokens; None without any."""
         if not self._seconds:
             return None
-        found = np.percentile(np.array(self._seconds), (50, 95, 99)).tolist()
-        return dict(zip(("p50", "p95", "p99"), found, strict=True))
+        percentiles = np.percentile(np.array(self._seconds), (50, 95, 99)).tolist()
+        return dict(zip(("p50", "p95", "p99"), percentiles, strict=True))
 
 
 class Tally:
@@ -357,13 +357,13 @@ def joined(layers: list[dict[str, Any]]) -> dict[str, Any]:
     reported = [layer for layer in layers if layer]
     if not reported:
         return {}
-    found: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
     for key in dict.fromkeys(key for layer in reported for key in layer):
         values = [
             layer[key] for layer in reported if key in layer
         ]  # a model on several devices shares tasks in some layers
         if isinstance(values[0], dict):
-            found[key] = {tokens: sum(each[tokens] for each in values) / len(values) for tokens in values[0]}
+            totals[key] = {tokens: sum(each[tokens] for each in values) / len(values) for tokens in values[0]}
         else:
-            found[key] = sum(values) if key.endswith(("_bytes", "_seconds")) else sum(values) / len(values)
-    return found
+            totals[key] = sum(values) if key.endswith(("_bytes", "_seconds")) else sum(values) / len(values)
+    return totals

@@ -69,11 +69,11 @@ class KernelCache(FunctionCache):
         """
         check_free(LOAD_BYTES, f"the kernel {self._py_func.__name__}")
         target_context.refresh()
-        found = None if self._folder is None else _read(self._folder / self._name_of(sig, target_context.codegen()))
-        if found is None:
+        kept = None if self._folder is None else _read(self._folder / self._name_of(sig, target_context.codegen()))
+        if kept is None:
             check_free(COMPILE_BYTES, f"compiling the kernel {self._py_func.__name__}")
             return None
-        return self._impl.rebuild(target_context, found)
+        return self._impl.rebuild(target_context, kept)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep the code compiled for a signature; warn if its file cannot be written."""
@@ -237,12 +237,12 @@ def _imports_of(file: Path, name: str) -> list[str]:
     except (SyntaxError, ValueError):  # a notebook, or a page
         return []
     package = getattr(sys.modules.get(name), "__package__", None) or ""
-    found: list[str] = []
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             lead = package.split(".")[: 1 - node.level or None] if node.level else []
             module = ".".join((*lead, node.module) if node.module else lead)
-            found += (module, *(f"{module}.{alias.name}" for alias in node.names))
-    return found
+            names += (module, *(f"{module}.{alias.name}" for alias in node.names))
+    return names

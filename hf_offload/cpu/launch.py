@@ -340,8 +340,8 @@ def _offsets_of(context: Any, args: Any) -> tuple[int, ...]:
     """Offset in bytes of each argument in `_stored`, and the size of the whole."""
     data, kind = context.target_data, _stored(context, args)
     begin, count = kind.get_element_offset(data, 1), len(args.types)
-    found = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
-    return (*found, kind.get_abi_size(data))
+    addresses = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
+    return (*addresses, kind.get_abi_size(data))
 
 
 @lowered

@@ -90,11 +90,11 @@ def entries_in(namespace: Path) -> Iterator[Path]:
 
 def _inside(*folders: Path, ours: bool = True) -> list[Path]:
     """What is in folders that can be read; `ours`: only with names as namespaces and entries have them."""
-    found = []
+    paths = []
     for folder in folders:
         with contextlib.suppress(OSError):
-            found += sorted(path for path in folder.iterdir() if not ours or _NAME.fullmatch(path.name))
-    return found
+            paths += sorted(path for path in folder.iterdir() if not ours or _NAME.fullmatch(path.name))
+    return paths
 
 
 def namespaces_in(folder: Path) -> list[Path]:
@@ -182,15 +182,15 @@ def list_entries(folder: Path) -> list[Listed]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             files[path] = {stat.st_ino: stat.st_size for stat in (file.stat() for file in path.iterdir())}
     names = Counter(inode for inodes in files.values() for inode in inodes)
-    found = []
+    entries = []
     for path, inodes in files.items():
         own = sum(size for inode, size in inodes.items() if names[inode] == 1)
         tokens = 0
         with contextlib.suppress(OSError):
             tokens = (path / TOKENS).stat().st_size // 4 if (path / CACHE).exists() else 0
         shared, words = sum(inodes.values()) - own, _text(path / WORDS)
-        found.append(Listed(path, own, shared, tokens, last_use(path), words, _about(path.parent)))
-    return sorted(found, key=lambda entry: entry.used)
+        entries.append(Listed(path, own, shared, tokens, last_use(path), words, _about(path.parent)))
+    return sorted(entries, key=lambda entry: entry.used)
 
 
 def _text(path: Path) -> str:
@@ -201,8 +201,8 @@ def _text(path: Path) -> str:
 
 def _about(namespace: Path) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        found = json.loads(_text(namespace / ABOUT))
-        return found if isinstance(found, dict) else {}
+        about = json.loads(_text(namespace / ABOUT))
+        return about if isinstance(about, dict) else {}
     return {}
 
 

@@ -129,10 +129,10 @@ def unlikeness(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
     if odd := _other_layout(saved, now):
         return odd
     for name, (shape, values) in saved["weights"].items():
-        here, there = now["weights"][name]
+        here, loaded = now["weights"][name]
         if shape != here:
             return f"the weight {name} was {shape}, here it is {here}"
-        pairs = zip(values, there, strict=True) if values and there else ()
+        pairs = zip(values, loaded, strict=True) if values and loaded else ()
         if any(abs(old - new) > ROUNDED * abs(old) + 1e-7 for old, new in pairs):
             return f"the weight {name} has other values"
     return None

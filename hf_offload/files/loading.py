@@ -177,9 +177,9 @@ class SavedCache:
                 )
             if "stock" in described:
                 with self.sound():
-                    found = layers[index] = unpack(stock[index], described["state"], tensors, device)
+                    stock_layer = layers[index] = unpack(stock[index], described["state"], tensors, device)
                     (rows, tokens), image = self._tensors["padding"].shape, index in images
-                    check(prefix[:-1], found, stock[index], rows, None if image else tokens or None)
+                    check(prefix[:-1], stock_layer, stock[index], rows, None if image else tokens or None)
             elif described:
                 settings, parts = layer.settings, [_of_layer(each, prefix) for each in mapped]
                 with self.sound():

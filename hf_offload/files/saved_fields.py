@@ -101,14 +101,14 @@ def sizes_of(
 
 
 def layer_fields(
-    described: dict[str, Any], sizes: LayerSizes, found: dict[str, torch.Tensor], settings: Settings, physical: int
+    described: dict[str, Any], sizes: LayerSizes, tensors: dict[str, torch.Tensor], settings: Settings, physical: int
 ) -> dict[str, Field]:
     """The expected tensors of a layer.
 
     Args:
         described: the layer's description, checked.
         sizes: the sizes that determine shapes.
-        found: the tensors in the file; some belong together and may all be missing.
+        tensors: the tensors in the file; some belong together and may all be missing.
         settings: the cache's settings.
         physical: number of physical blocks.
 
@@ -125,15 +125,15 @@ def layer_fields(
     if described["queries_end"]:
         window = range(1, min(described["queries_end"], policy.requirements.query_window) + 1)
         fields["queries"] = Field(torch.float32, (sizes.rows, sizes.query_heads, window, sizes.head_dim))
-    if "block_of" in found:
+    if "block_of" in tensors:
         fields |= {
             "block_of": Field(torch.int32, (*sizes.lines, _SLOTS), -1, blocks + 1),
             "worth": Field(torch.float32, (*sizes.lines, range(sizes.width + 1))),
             "known": Field(torch.int32, (1,), 0, sizes.full_blocks),
         }
-        held = found["block_of"].shape[-1:]
+        held = tensors["block_of"].shape[-1:]
         sizes = sizes._replace(slots=range(held[0], held[0] + 1) if sizes.placed and held else _SLOTS)
-    if any(name.startswith("state.") for name in found):
+    if any(name.startswith("state.") for name in tensors):
         fields |= prefixed("state.", policy.state_fields(sizes))
     return fields
 
@@ -161,12 +161,12 @@ def check_state(layer: HybridLayer, described: dict[str, Any]) -> None:
         ) from None
 
 
-def segment_fields(described: dict[str, Any], found: dict[str, torch.Tensor], settings: Settings) -> dict[str, Field]:
+def segment_fields(described: dict[str, Any], tensors: dict[str, torch.Tensor], settings: Settings) -> dict[str, Field]:
     """The expected tensors of a layer in a segment.
 
     Args:
         described: the layer's description, each number within its own bounds.
-        found: the tensors in the segment, without the layer's prefix.
+        tensors: the tensors in the segment, without the layer's prefix.
         settings: the cache's settings.
     """
     heads, dim, size, dtype = described["heads"], described["dim"], settings.block_size, DTYPES[described["dtype"]]
@@ -175,8 +175,8 @@ def segment_fields(described: dict[str, Any], found: dict[str, torch.Tensor], se
         "blocks": Field(dtype, (range(1, MOST), heads, 2, size, dim)),
         "packed": Field(torch.uint8, (range(1, MOST if record else 1), heads, record)),
     }
-    fields = {kind: field for kind, field in fields.items() if kind in found}
-    digests, blocks = _digests(described, settings), sum(found[kind].shape[0] for kind in fields)
+    fields = {kind: field for kind, field in fields.items() if kind in tensors}
+    digests, blocks = _digests(described, settings), sum(tensors[kind].shape[0] for kind in fields)
     if blocks and digests is not None and described["frozen"] and described["sealed"]:
         fields |= {f"digest.{n}": Field(dtype, (blocks, *row)) for n, (row, dtype) in digests.tensors().items()}
     return fields

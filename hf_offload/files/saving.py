@@ -82,9 +82,9 @@ def save_cache(
     if os.path.islink(folder):
         raise ValueError(f"{folder} is a link that leads back to itself; name another folder")
     try:
-        there = folder.exists()
+        exists = folder.exists()
         before = set(os.listdir(folder)) if folder.is_dir() else set()
-        if there and not _replaceable(folder, before - {*(more or ())}):
+        if exists and not _replaceable(folder, before - {*(more or ())}):
             raise ValueError(f"{folder} is there and is no saved cache; name a folder of its own for the cache")
         new = [above for above in (folder, *folder.parents) if not above.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def save_cache(
             with suppress(OSError):
                 for name in {*os.listdir(folder)} - before:
                     (folder / name).unlink()
-                if not there:
+                if not exists:
                     folder.rmdir()
             raise
         for above in (folder, *(path.parent for path in new)):
@@ -163,9 +163,9 @@ def _write(
         elif isinstance(layer, HybridLayer):
             described.append({})
         else:
-            kind, state, found = pack(layer)
+            kind, state, packed = pack(layer)
             described.append({"stock": kind, "state": state})
-            tensors |= {prefix + name: tensor for name, tensor in found.items()}
+            tensors |= {prefix + name: tensor for name, tensor in packed.items()}
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
     names = [segment.path.name for segment in segments]
     about = {**about, "format": FORMAT, "segments": names, "layers": described, "dense": padding.dense}
@@ -226,13 +226,13 @@ def _tensors(layer: HybridLayer, ids: np.ndarray) -> dict[str, torch.Tensor]:
     # The full width: rounding on a device may depend on it.
     table = np.zeros_like(store.table)
     table[:, : store.num_blocks] = numbers[store.table[:, : store.num_blocks]]
-    found = {"table": torch.from_numpy(table)}
+    tensors = {"table": torch.from_numpy(table)}
     if store.digests is not None and store.digests.frozen:
-        found |= {f"statistics.{name}": getattr(store.digests, name) for name in store.digests.statistics}
+        tensors |= {f"statistics.{name}": getattr(store.digests, name) for name in store.digests.statistics}
     if layer.last_queries is not None:
-        found["queries"] = layer.last_queries.values
-    found |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
+        tensors["queries"] = layer.last_queries.values
+    tensors |= {f"state.{name}": tensor for name, tensor in layer.state.tensors().items()}
     if layer.resident is not None and layer.is_least:
         resident = layer.resident
-        found |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.scored}
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
+        tensors |= {"block_of": resident.block_of, "worth": resident.worth, "known": resident.scored}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -101,16 +101,16 @@ def write_segments(
     usable.sort(key=lambda part: part.size, reverse=True)
     if len(usable) >= MOST_SEGMENTS:
         usable = usable[: MOST_SEGMENTS // 2]
-    found = []
+    segments = []
     for part in usable:
         if path := _link(part.path, folder):
-            found.append(Segment(path, part.blocks, sealed))
+            segments.append(Segment(path, part.blocks, sealed))
             left = {i: np.setdiff1d(ids, part.blocks[i]) if i in part.blocks else ids for i, ids in left.items()}
     tails = {i: np.setdiff1d(store.table[:, : store.num_blocks], _still(store)) for i, store in stores.items()}
     for kind, blocks in (("segment", left), ("tail", tails)):
         if chosen := {index: _ordered(stores[index], ids) for index, ids in blocks.items() if len(ids)}:
-            found.append(Segment(_write(folder, kind, stores, chosen), chosen, sealed))
-    return found
+            segments.append(Segment(_write(folder, kind, stores, chosen), chosen, sealed))
+    return segments
 
 
 def _still(store: BlockStore) -> np.ndarray:
@@ -191,15 +191,15 @@ def _write_file(file: BinaryIO, stores: Mapping[int, BlockStore], blocks: Blocks
 
 
 def _digests(store: BlockStore, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    digests, found = store.digests, {}
+    digests, rows = store.digests, {}
     if digests is None or not (store.sealed and digests.frozen):
         return {}
     index = torch.from_numpy(ids.astype(np.int64))
     empty = torch.from_numpy(~np.isin(ids, store.table[:, : store.sealed]))  # these have no digest
     for name, tensor in digests.blocks.tensors.items():
-        found[name] = tensor[index.to(digests.device)].cpu()
-        found[name][empty] = 0
-    return found
+        rows[name] = tensor[index.to(digests.device)].cpu()
+        rows[name][empty] = 0
+    return rows
 
 
 def _write_blocks(file: BinaryIO, store: BlockStore, ids: np.ndarray) -> None:

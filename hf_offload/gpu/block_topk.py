@@ -187,14 +187,14 @@ def _split_by_torch(blocks: torch.Tensor, counts: torch.Tensor, slot_of: torch.T
     capacity = blocks.shape[2]
     meant = torch.arange(capacity, device=blocks.device) < counts[..., None]
     slots = slot_of.gather(2, torch.where(meant, blocks, 0).long())
-    here, there = meant & (slots >= 0), meant & (slots < 0)
-    near, near_slots = together(torch.stack((blocks, slots)), torch.stack((here, here)), capacity)
+    resident, absent = meant & (slots >= 0), meant & (slots < 0)
+    near, near_slots = together(torch.stack((blocks, slots)), torch.stack((resident, resident)), capacity)
     return Split(
         near,
         near_slots,
-        here.sum(-1, dtype=torch.int32),
-        together(blocks, there, capacity),
-        there.sum(-1, dtype=torch.int32),
+        resident.sum(-1, dtype=torch.int32),
+        together(blocks, absent, capacity),
+        absent.sum(-1, dtype=torch.int32),
     )
 
 
@@ -350,9 +350,9 @@ def bound_of_best(keys, n, want):
     below = tl.where((want > 0) & (usable > want), below, above)
     while below < above:
         middle = (below + above + 1) >> 1
-        found = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        below = tl.where(found >= want, middle, below)
-        above = tl.where(found > want, above, tl.where(found == want, middle, middle - 1))
+        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        below = tl.where(count >= want, middle, below)
+        above = tl.where(count > want, above, tl.where(count == want, middle, middle - 1))
     bound = tl.where(usable <= want, NEVER, below.to(tl.int32))
     bound = tl.where(want > 0, bound, 0x7FFFFFFF)  # above the key of every float
     # The end of the ties is the lowest number with enough of them before it.

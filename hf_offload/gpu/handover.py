@@ -211,9 +211,9 @@ def hand_over_kernel(
     count = tl.load(counts + line)
     tl.store(to_counts + line, count)
     for start in range(0, NUMBERS, CHUNK):
-        there = start + at < NUMBERS
+        in_range = start + at < NUMBERS
         place = line * NUMBERS + start + at
-        tl.store(to_query + place, tl.load(query + place, mask=there), mask=there)
+        tl.store(to_query + place, tl.load(query + place, mask=in_range), mask=in_range)
     if tail is not None:
         head = line * GROUP + at
         tl.store(to_tail + head, tl.load(tail + head, mask=at < GROUP), mask=at < GROUP)
@@ -221,9 +221,9 @@ def hand_over_kernel(
             tl.store(to_limits + at, tl.load(limits + at, mask=at < 2), mask=at < 2)
     at = tl.arange(0, CHUNK // 4)  # one for each thread: where the list ends no thread may write several
     for start in range(0, count, CHUNK // 4):
-        there = start + at < count
+        in_range = start + at < count
         place = line * capacity + start + at
-        tl.store(to_blocks + place, tl.load(blocks + place, mask=there), mask=there)
+        tl.store(to_blocks + place, tl.load(blocks + place, mask=in_range), mask=in_range)
     if flag is not None:
         # All threads have written: one orders that before its arrival, and the last one to arrive all before the flag.
         tl.debug_barrier()

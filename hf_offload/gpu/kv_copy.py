@@ -103,7 +103,7 @@ def fetch(
         ValueError: shapes or strides that do not fit, or a layout that is not aligned.
         TypeError: an unexpected dtype.
     """
-    batch, heads, there, size, dim = _check_pool(pool)
+    batch, heads, slots_each, size, dim = _check_pool(pool)
     moves = slots.shape[-1]
     require(
         pool.device,
@@ -119,7 +119,7 @@ def fetch(
         return
     if not slots.numel():
         return
-    listing = (pool, slots, blocks, counts, block_ptr, table, batch * heads, heads, there, moves, table.shape[1])
+    listing = (pool, slots, blocks, counts, block_ptr, table, batch * heads, heads, slots_each, moves, table.shape[1])
     lines = next_power_of_2(batch * heads)
     if packed is None:
         fetch_kernel[(FETCHERS,)](
@@ -343,11 +343,11 @@ def write_token_kernel(
         return
     row, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     channel = tl.arange(0, WIDTH)
-    there = channel < D
+    in_record = channel < D
     record = line.to(tl.int64) * slots + slot
     at = pool + record * (2 * SIZE * D) + position % SIZE * D + channel
-    tl.store(at, tl.load(k + row * k_row + head * k_head + channel, mask=there), mask=there)
-    tl.store(at + SIZE * D, tl.load(v + row * v_row + head * v_head + channel, mask=there), mask=there)
+    tl.store(at, tl.load(k + row * k_row + head * k_head + channel, mask=in_record), mask=in_record)
+    tl.store(at + SIZE * D, tl.load(v + row * v_row + head * v_head + channel, mask=in_record), mask=in_record)
 
 
 @jit(do_not_specialize=["lines", "width"])
@@ -367,14 +367,14 @@ def fetch_kernel(
     tiles = tl.cdiv(tl.max(ends, 0) * (RECORD // PIECE), PIECES)
     listing = (into, chosen, block_ptr, table, ends, heads, slots, moves, width)
     tile = tl.program_id(0)
-    source, target, there = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
+    source, target, in_piece = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
     while tile < tiles:
         content = tl.load(
-            tl.multiple_of(source.to(pool.dtype), [16])[:, None] + inside[None, :], mask=there[:, None], other=0
+            tl.multiple_of(source.to(pool.dtype), [16])[:, None] + inside[None, :], mask=in_piece[:, None], other=0
         )
-        offset, stored = target, there
+        offset, stored = target, in_piece
         tile += tl.num_programs(0)
-        source, target, there = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
+        source, target, in_piece = _find_pieces(tile * PIECES + piece, listing, LINES, RECORD, PIECE, ELEMENT)
         tl.store(pool + offset[:, None] + inside[None, :], content, mask=stored[:, None])
 
 
@@ -384,17 +384,17 @@ def _find_pieces(piece, listing, LINES: tl.constexpr, RECORD: tl.constexpr, PIEC
     """Addresses of pieces `[n]` on the host, their offsets in the pool, and whether they are any."""
     into, chosen, block_ptr, table, ends, heads, slots, moves, width = listing
     work, first = piece // (RECORD // PIECE), piece % (RECORD // PIECE) * PIECE
-    there = work < tl.max(ends, 0)
+    in_range = work < tl.max(ends, 0)
     past = ends[None, :] <= work[:, None]
     line = tl.minimum(tl.sum(past.to(tl.int32), 1), LINES - 1)
     move = line.to(tl.int64) * moves + work - tl.max(tl.where(past, ends[None, :], 0), 1)
-    slot = tl.load(into + move, mask=there, other=0)
-    block = tl.load(chosen + move, mask=there, other=0)
-    physical = tl.load(table + (line // heads).to(tl.int64) * width + block, mask=there, other=0)
-    address = tl.load(block_ptr + physical, mask=there, other=0)
+    slot = tl.load(into + move, mask=in_range, other=0)
+    block = tl.load(chosen + move, mask=in_range, other=0)
+    physical = tl.load(table + (line // heads).to(tl.int64) * width + block, mask=in_range, other=0)
+    address = tl.load(block_ptr + physical, mask=in_range, other=0)
     source = address + ((line % heads).to(tl.int64) * RECORD + first) * ELEMENT
     target = (line.to(tl.int64) * slots + slot) * RECORD + first
-    return source, tl.multiple_of(target, [16]), there
+    return source, tl.multiple_of(target, [16]), in_range
 
 
 @jit(do_not_specialize=["lines"])
@@ -408,7 +408,7 @@ def fetch_packed_kernel(
     """As `fetch_kernel`, of records that may be packed, in tiles [TOKENS, D]: half of the programs take keys."""
     tiles: tl.constexpr = SIZE // TOKENS
     part, token, channel = tl.program_id(1), tl.arange(0, TOKENS), tl.arange(0, WIDTH)
-    there = (channel < D)[None, :]
+    in_record = (channel < D)[None, :]
     number = tl.arange(0, LINES)
     ends = tl.cumsum(tl.load(counts + number, mask=number < lines, other=0), 0)
     for tile in range(tl.program_id(0), tl.max(ends, 0) * tiles, tl.num_programs(0)):
@@ -423,20 +423,20 @@ def fetch_packed_kernel(
         target = pool + (line.to(tl.int64) * slots + slot) * (2 * SIZE * D)
         plain = _aligned(address + head * RECORD, pool.dtype.element_ty)
         if address % 2 == 0:
-            _copy(plain, target, offset, there)
+            _copy(plain, target, offset, in_record)
         else:
             record = _aligned(address - 1 + head * PACKED, tl.int8)
             if part == 0:
                 words = (record + WORDS).to(tl.pointer_type(tl.int32)) + channel
                 word = tl.load(words, mask=channel < D, other=0)[None, :]
-                content = tl.load(record + offset, mask=there, other=0).to(tl.float32) * _widen(word >> 16)
+                content = tl.load(record + offset, mask=in_record, other=0).to(tl.float32) * _widen(word >> 16)
                 content += _widen(word)
             else:
                 value_scales = (record + VALUE_SCALES).to(tl.pointer_type(tl.int16)) + first + token
                 codes = _codes_of_values(record + SIZE * D, first, D, WIDTH, TOKENS).to(tl.float32)
                 content = codes * _widen(tl.load(value_scales))[:, None]
             content = tl.minimum(tl.maximum(content, -TOP), TOP)
-            tl.store(target + offset, content.to(pool.dtype.element_ty), mask=there)
+            tl.store(target + offset, content.to(pool.dtype.element_ty), mask=in_record)
 
 
 @jit(do_not_specialize=["block"])
@@ -473,14 +473,14 @@ def store_tokens_kernel(
     row, head = (line // heads).to(tl.int64), (line % heads).to(tl.int64)
     inside, channel = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     position = block * SIZE + inside
-    there = ((position >= first) & (position < stop))[:, None] & (channel < D)[None, :]
+    in_block = ((position >= first) & (position < stop))[:, None] & (channel < D)[None, :]
     new = (position - first).to(tl.int64)[:, None]
     address = tl.load(block_ptr + tl.load(table + row * width + block))
     target = _aligned(address + head * RECORD, k.dtype.element_ty) + inside[:, None] * D + channel[None, :]
     keys = k + row * k_row + head * k_head + new * k_token + channel[None, :]
     values = v + row * v_row + head * v_head + new * v_token + channel[None, :]
-    tl.store(target, tl.load(keys, mask=there), mask=there)
-    tl.store(target + SIZE * D, tl.load(values, mask=there), mask=there)
+    tl.store(target, tl.load(keys, mask=in_block), mask=in_block)
+    tl.store(target + SIZE * D, tl.load(values, mask=in_block), mask=in_block)
 
 
 @jit
@@ -492,8 +492,8 @@ def _aligned(address, kind: tl.constexpr):
 
 @jit
 @no_type_check
-def _copy(source, target, offset, there):
-    tl.store(target + offset, tl.load(source + offset, mask=there), mask=there)
+def _copy(source, target, offset, mask):
+    tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
 
 
 @jit

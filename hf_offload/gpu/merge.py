@@ -116,12 +116,12 @@ def _by_torch(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if host is not None:
-        there = host.lse
+        host_lse = host.lse
         if host.kbar is not None and host.predicted is not None:
             shift = scale * ((query.float() - host.predicted) * host.kbar).sum(-1)
-            there = torch.where(there == float("-inf"), there, there + shift)
+            host_lse = torch.where(host_lse == float("-inf"), host_lse, host_lse + shift)
         out = torch.cat([out, host.out.unsqueeze(2)], 2)
-        lse = torch.cat([lse, there.unsqueeze(2)], 2)
+        lse = torch.cat([lse, host_lse.unsqueeze(2)], 2)
     weights, total = softmax(
         lse if sinks is None else torch.cat([lse, sinks.view(1, -1, 1).expand(len(lse), -1, 1)], 2)
     )
@@ -158,14 +158,16 @@ def merge_kernel(
     lse += head * splits
     peak = tl.max(tl.load(lse + split, mask=split < splits, other=float("-inf")), 0)
     if host_out is not None:
-        there = tl.load(host_lse + head)
+        lse_of_host = tl.load(host_lse + head)
         host = tl.load(host_out + head * D + dim, mask=real, other=0.0)  # here: one wait for all reads across the bus
         if kbar is not None:
             bar = tl.load(kbar + head * D + dim, mask=real, other=0.0)
             guess = tl.load(predicted + head * D + dim, mask=real, other=0.0)
             drift = tl.load(query + head * D + dim, mask=real, other=0.0).to(tl.float32) - guess
-            there = tl.where(there == float("-inf"), there, there + scale * tl.sum(drift * bar, 0))
-        peak = tl.maximum(peak, there)
+            lse_of_host = tl.where(
+                lse_of_host == float("-inf"), lse_of_host, lse_of_host + scale * tl.sum(drift * bar, 0)
+            )
+        peak = tl.maximum(peak, lse_of_host)
     if sinks is not None:
         sink = tl.load(sinks + head % HEADS)
         peak = tl.maximum(peak, sink)
@@ -181,7 +183,7 @@ def merge_kernel(
         acc += tl.sum(piece * weight[:, None], 0)
         total += tl.sum(weight, 0)
     if host_out is not None:
-        weight = tl.exp2((there - base) * LOG2E)
+        weight = tl.exp2((lse_of_host - base) * LOG2E)
         acc += tl.where(weight > 0.0, host, 0.0) * weight
         total += weight
     if sinks is not None:

@@ -562,8 +562,8 @@ def _identity(value: Any) -> Any:
 
 def graphed(model: nn.Module) -> GraphedForward:
     """Return the model's `GraphedForward`, an existing or a new one."""
-    found = getattr(model.__dict__.get("forward"), "_graphed", lambda: None)()
-    return found if isinstance(found, GraphedForward) else GraphedForward(model)
+    graphed = getattr(model.__dict__.get("forward"), "_graphed", lambda: None)()
+    return graphed if isinstance(graphed, GraphedForward) else GraphedForward(model)
 
 
 def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:

@@ -89,8 +89,8 @@ def _rope_types(parameters: Any) -> set[str]:
     """Return the types of rotary positions in a config, which may have one for each kind of layer."""
     if not isinstance(parameters, dict):
         return set()
-    found = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
-    return found.union(*(_rope_types(value) for value in parameters.values()))
+    types = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters}
+    return types.union(*(_rope_types(value) for value in parameters.values()))
 
 
 def doubt(model: nn.Module) -> str | None:
@@ -173,9 +173,9 @@ class ModelState:
         objects: list[tuple[Any, str]] = [*children, *(w for w in weights if not _has_address(w[0][w[1]]))]
         locations = [*objects, *(w for w in weights if _has_address(w[0][w[1]]))]
         self._locations, self._names = [location for location, _ in locations], [name for _, name in locations]
-        found = self._held()
-        self._objects = found[: len(objects)]
-        self._addresses = list(map(_address, found[len(objects) :]))
+        held = self._held()
+        self._objects = held[: len(objects)]
+        self._addresses = list(map(_address, held[len(objects) :]))
         self._hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._count = sum(map(len, self._hooks))
         self._adapted = [m for m in modules if _root(m) == "peft"]
@@ -183,8 +183,8 @@ class ModelState:
 
     def _held_adapters(self) -> list[Any]:
         """Return what the adapters are set to now."""
-        found = [getattr(module, name, None) for module in self._adapted for name in _ADAPTERS]
-        return [x.copy() if isinstance(x, list | dict) else x for x in found]
+        adapters = [getattr(module, name, None) for module in self._adapted for name in _ADAPTERS]
+        return [x.copy() if isinstance(x, list | dict) else x for x in adapters]
 
     def _held(self) -> list[Any]:
         """Return the modules and weights that are there now."""
@@ -193,10 +193,10 @@ class ModelState:
     def holds(self) -> bool:
         """Whether nothing of it has changed; some 0.1 µs for each module and weight."""
         try:
-            found = self._held()
+            held = self._held()
             return (
-                all(map(operator.is_, found, self._objects))  # the others come behind them
-                and list(map(_address, found[len(self._objects) :])) == self._addresses
+                all(map(operator.is_, held, self._objects))  # the others come behind them
+                and list(map(_address, held[len(self._objects) :])) == self._addresses
                 and sum(map(len, self._hooks)) == self._count
                 and (not self._adapted or self._held_adapters() == self._adapters)
             )

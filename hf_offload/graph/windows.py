@@ -59,8 +59,8 @@ class Windows:
             if held is None or held[0] is layer.keys:
                 continue
             if held[0].shape == layer.keys.shape and held[0].dtype == layer.keys.dtype:
-                for there, now in zip(held, (layer.keys, layer.values), strict=True):
-                    there.copy_(now)
+                for window, now in zip(held, (layer.keys, layer.values), strict=True):
+                    window.copy_(now)
                 layer.keys, layer.values = held
 
     def signature(self) -> list[tuple[torch.Size, bool]]:
@@ -83,8 +83,8 @@ class Windows:
     def write_back(self) -> None:
         """At the end of a captured forward: copy the windows that it made over those that it read."""
         for index, layer in self:
-            for there, made in zip(self._held[index], (layer.keys, layer.values), strict=True):
-                there.copy_(made)
+            for window, made in zip(self._held[index], (layer.keys, layer.values), strict=True):
+                window.copy_(made)
             layer.keys, layer.values = self._held[index]
 
     def replayed(self) -> None:

@@ -34,26 +34,26 @@ class Watch:
 def watch(model: nn.Module) -> Watch:
     """Return the model's `Watch`, an existing or a new one."""
     for key, hook in list(model._forward_pre_hooks.items()):
-        found = hook.watch() if isinstance(hook, _BeforeModel) else None
-        if found is not None and found.model() is model:
-            return found
+        watch = hook.watch() if isinstance(hook, _BeforeModel) else None
+        if watch is not None and watch.model() is model:
+            return watch
         if isinstance(hook, _BeforeModel):  # of the model that this one is a copy of
             del model._forward_pre_hooks[key]
     return Watch(model)
 
 
-def check_drafts(found: Watch, policy: Policy, past: int) -> None:
+def check_drafts(watch: Watch, policy: Policy, past: int) -> None:
     """Check that drafts can be distinguished from other tokens in the forwards of a model.
 
     Args:
-        found: the model's watch.
+        watch: the model's watch.
         policy: the cache's policy; one that leaves out no token needs no distinction.
         past: number of cached tokens, which the first forward may repeat.
 
     Raises:
         ValueError: the model's forward lacks `logits_to_keep` or `position_ids`.
     """
-    arguments = found.arguments
+    arguments = watch.arguments
     if policy.requirements.leaves_out and "logits_to_keep" not in arguments:
         raise ValueError(
             "this model's forward takes no logits_to_keep, which tells how many tokens are drafts; for assisted "

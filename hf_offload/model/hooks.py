@@ -245,28 +245,28 @@ class _Hook:
 class _BeforeStack(_Hook):
     @uncompiled
     def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        if found := self.context():
-            found.before_stack(cache, kwargs)
+        if context := self.context():
+            context.before_stack(cache, kwargs)
 
 
 class _AfterStack(_Hook):
     @uncompiled
     def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        if found := self.context():
-            found.after_stack(cache, finished=output[0] is not None)
+        if context := self.context():
+            context.after_stack(cache, finished=output[0] is not None)
 
 
 class _BeforeLayer(_Hook):
     @uncompiled
     def run(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
-        found = self.context()
-        if found is None or not cache.looks_ahead:
+        context = self.context()
+        if context is None or not cache.looks_ahead:
             return
         if torch.is_grad_enabled():
             with torch.no_grad():
-                found.before_layer(self.index, cache, args, kwargs)
+                context.before_layer(self.index, cache, args, kwargs)
         else:
-            found.before_layer(self.index, cache, args, kwargs)
+            context.before_layer(self.index, cache, args, kwargs)
 
 
 def _remove(*handles: list[RemovableHandle]) -> None:

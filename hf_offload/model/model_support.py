@@ -22,8 +22,8 @@ def stock_layers(config: Any) -> list[Any]:
 
 def inside(model: Any) -> str:
     """Return the end of an error message on an object that is no model but wraps one, else an empty string."""
-    found = [name for name in ("_orig_mod", "module") if hasattr(model, name)]
-    return f"; use the model inside (model.{found[0]})" if found else ""
+    wrappers = [name for name in ("_orig_mod", "module") if hasattr(model, name)]
+    return f"; use the model inside (model.{wrappers[0]})" if wrappers else ""
 
 
 def image_layers(config: Any) -> set[int]:
@@ -110,13 +110,13 @@ _PROJECTIONS = (*_KEYS, "q_proj", "v_proj")
 
 def compute_devices(model: nn.Module) -> set[torch.device]:
     """Return the devices on which a model computes: those of its weights, and the targets of accelerate's hooks."""
-    found = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters()}
     for module in model.modules():
         for hook in _hooks(module):
             device = getattr(hook, "execution_device", None)
             if device is not None:
-                found.add(torch.device(device))
-    return {device for device in found if device.type != "meta"}
+                devices.add(torch.device(device))
+    return {device for device in devices if device.type != "meta"}
 
 
 def on_device(model: nn.Module) -> bool:

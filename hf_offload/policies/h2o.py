@@ -96,8 +96,8 @@ class H2OState(LayerState):
     def tensors(self) -> dict[str, torch.Tensor]:
         if self.kept is None:
             return {}
-        found = {part.name: getattr(self.kept, part.name) for part in dataclasses.fields(Kept)}
-        return found | {name: torch.tensor(found[name], dtype=torch.int64, device="cpu") for name in _INTEGERS}
+        parts = {part.name: getattr(self.kept, part.name) for part in dataclasses.fields(Kept)}
+        return parts | {name: torch.tensor(parts[name], dtype=torch.int64, device="cpu") for name in _INTEGERS}
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         with torch.inference_mode(False):

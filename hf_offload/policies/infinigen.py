@@ -144,7 +144,7 @@ class InfiniGen(Policy):
         query = torch.as_tensor(step.query, device=key.device)
         out, lse, _ = attend_tokens(
             query, torch.cat((key, new_key[:, :, None]), 2), torch.cat((value, new_value[:, :, None]), 2),
-            torch.cat((fetch.there, own), 2), step.scores,
+            torch.cat((fetch.valid, own), 2), step.scores,
         )  # fmt: skip
         return Plan((Partial(out, lse),))
 

@@ -39,8 +39,8 @@ def load_intervals(path: Path) -> list[int]:
         ValueError: there is no such file, or it is not a profile.
     """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
             raise ValueError(f"it is not a file of at most {_MOST_BYTES} bytes")
         intervals = json.loads(path.read_bytes())["intervals"]
         for place, steps in enumerate(intervals):
@@ -118,8 +118,8 @@ class RecallClock:
             goes_on = self.ratio <= self.threshold
             ratio = torch.as_tensor(cpu_ratio, dtype=torch.float32, device=self.ratio.device)
             torch.where(goes_on, self.ratio.lerp(ratio, 0.5), ratio, out=self.ratio)
-            found = torch.empty(1, dtype=torch.int32, device=self.ratio.device)
-            return torch.gt(self.ratio.view(1), self.threshold, out=found)
+            flag = torch.empty(1, dtype=torch.int32, device=self.ratio.device)
+            return torch.gt(self.ratio.view(1), self.threshold, out=flag)
         due = self.since.add_(1) >= self.interval
         self.since.masked_fill_(due, 0)
         return due.to(torch.int32).view(1)

@@ -112,15 +112,15 @@ class Answer:
         while not self.stopped:
             stop = [] if self._region is CALL else self._stop
             marks = [*stop, *([mark for mark, _ in self._marks] if self._region is None else self._region[1:])]
-            found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-            if not found:
+            hits = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+            if not hits:
                 if self._region is not CALL:
                     size = len(self._held)  # up to what may be the beginning of a mark
                     cut = next((i for i in range(size) if any(x.startswith(self._held[i:]) for x in marks)), size)
                     text, self._held = self._held[:cut], self._held[cut:]
                     yield from self._give(text)
                 return
-            at, mark = min(found)
+            at, mark = min(hits)
             text, self._held = self._held[:at], self._held[at + len(mark) :]
             yield from self._call(text) if self._region is CALL else self._give(text)
             self.stopped, self._first = mark in stop, True
@@ -147,8 +147,8 @@ def parse_call(text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, str] 
         if (named := re.search(r"<function=([^>\n]+)>", text)) and not text.lstrip().startswith("{"):
             own: Any = next((tool["function"] for tool in tools if tool["function"].get("name") == named[1]), {})
             kinds = (own.get("parameters") or {}).get("properties") or {}
-            found = re.findall(PARAMETER, text, re.DOTALL)
-            call = {"name": named[1], "arguments": {k: _value(x, kinds.get(k)) for k, x in found}}
+            parameters = re.findall(PARAMETER, text, re.DOTALL)
+            call = {"name": named[1], "arguments": {k: _value(x, kinds.get(k)) for k, x in parameters}}
         else:
             call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))

@@ -162,9 +162,9 @@ class Service:
         counts |= {"chats_running": min(chats, self.chats), "chats_waiting": max(chats - self.chats, 0)}
         kind = {True: "counter", False: "gauge"}
         lines = [f"# TYPE hf_offload_{k} {kind['_total' in k]}\nhf_offload_{k} {v}" for k, v in counts.items()]
-        name, found = "hf_offload_first_token_seconds", self._first_tokens
-        lines += [f"# TYPE {name} histogram\n{name}_sum {self._seconds}\n{name}_count {found[math.inf]}"]
-        lines += [f'{name}_bucket{{le="{str(k).replace("inf", "+Inf")}"}} {v}' for k, v in found.items()]
+        name, buckets = "hf_offload_first_token_seconds", self._first_tokens
+        lines += [f"# TYPE {name} histogram\n{name}_sum {self._seconds}\n{name}_count {buckets[math.inf]}"]
+        lines += [f'{name}_bucket{{le="{str(k).replace("inf", "+Inf")}"}} {v}' for k, v in buckets.items()]
         return PlainTextResponse("\n".join([*lines, ""]))
 
     def _count(self, chat: Chat) -> None:

@@ -44,13 +44,13 @@ class _Message(BaseModel, extra="allow", strict=True):
 
     def for_template(self) -> dict[str, Any]:
         """The message as templates take it: one text, objects as arguments of calls, all else as it is."""
-        found, parts = self.model_dump(exclude_unset=True), self.content or ""
-        found["content"] = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        found["role"] = "system" if self.role == "developer" else self.role
-        for call in found.get("tool_calls") or ():
+        message, parts = self.model_dump(exclude_unset=True), self.content or ""
+        message["content"] = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        message["role"] = "system" if self.role == "developer" else self.role
+        for call in message.get("tool_calls") or ():
             with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return found
+        return message
 
 
 class _Tool(BaseModel, extra="allow", strict=True):

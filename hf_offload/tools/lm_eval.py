@@ -70,13 +70,13 @@ class Totals:
 
     def as_dict(self) -> dict[str, Any]:
         """Return sums, means over decode steps (None: no cache has the value), and the maximum of each memory."""
-        found: dict[str, Any] = {"caches": len(self._stats)}
-        found |= {key: sum(stats[key] for stats in self._stats) for key in self.SUMS}
+        results: dict[str, Any] = {"caches": len(self._stats)}
+        results |= {key: sum(stats[key] for stats in self._stats) for key in self.SUMS}
         for key in self.MEANS:
             counted = [stats for stats in self._stats if stats[key] is not None]
             steps = sum(stats["steps"] for stats in counted)
-            found[key] = sum(stats[key] * stats["steps"] for stats in counted) / steps if steps else None
-        return found | {key: max((stats[key] for stats in self._stats), default=0) for key in self.PEAKS}
+            results[key] = sum(stats[key] * stats["steps"] for stats in counted) / steps if steps else None
+        return results | {key: max((stats[key] for stats in self._stats), default=0) for key in self.PEAKS}
 
 
 @register_model("hf_offload")

@@ -293,10 +293,10 @@ def most_rows(shape: Shape, setting: tuple[str, dict[str, Any]], context: int, d
 
     def fits(batch: int) -> bool:
         try:
-            found = memory_of(shape, *setting, context=context, batch=batch)
+            needs = memory_of(shape, *setting, context=context, batch=batch)
         except ValueError:  # the share of a device_budget for each row is too small
             return False
-        return shape.weights + found.device + found.tile_bytes <= device
+        return shape.weights + needs.device + needs.tile_bytes <= device
 
     return bisect.bisect_left(range(1, MOST_ROWS + 1), True, key=lambda batch: not fits(batch))
 
@@ -313,8 +313,8 @@ def most_context(config: PreTrainedConfig, dtype: torch.dtype, setting: tuple[st
         return MOST
 
     def fits(context: int) -> bool:
-        found = memory_of(shape, *setting, context=context, batch=1, two_memories=False)
-        return found.host + found.stock_bytes <= memory
+        needs = memory_of(shape, *setting, context=context, batch=1, two_memories=False)
+        return needs.host + needs.stock_bytes <= memory
 
     return bisect.bisect_left(range(1, MOST + 1), True, key=lambda context: not fits(context))
 
@@ -343,41 +343,41 @@ def plan_table(
     """
     check_count("batch", batch, what="a number of rows", most=MOST_ROWS)
     everything = batch * context * shape.layers * shape.token_bytes + shape.stock_bytes(batch, context)
-    found = [("DynamicCache", Memory(0, 0, 0, 0, False, 0, everything, 0, 0))]
+    kinds = [("DynamicCache", Memory(0, 0, 0, 0, False, 0, everything, 0, 0))]
     for setting in settings:
         memory = memory_of(
             shape, *setting, context=context, batch=batch, two_memories=device is not None, device=device
         )
-        found.append((written(setting), memory))
+        kinds.append((written(setting), memory))
     title = f"{batch} rows of {context:,} tokens; weights {size_text(shape.weights)}"
     if device is None:
-        return make_table(title, [_row_of_one_memory(shape, *each) for each in found])
+        return make_table(title, [_row_of_one_memory(shape, *each) for each in kinds])
     most = [max(device - shape.weights, 0) * batch // everything]
     most += [most_rows(shape, setting, context, device) for setting in settings]
     rows = [
         {**_row_of_two_memories(shape, *each, device), "rows that fit": f"{count:,}"}
-        for each, count in zip(found, most, strict=True)
+        for each, count in zip(kinds, most, strict=True)
     ]
     return make_table(title, rows)
 
 
-def _row_of_one_memory(shape: Shape, name: str, found: Memory) -> dict[str, str]:
-    kv = found.host_bytes + found.stock_bytes
-    parts = {"keys and values": kv, "digests": found.digest_bytes, "state": found.salience_bytes}
+def _row_of_one_memory(shape: Shape, name: str, memory: Memory) -> dict[str, str]:
+    kv = memory.host_bytes + memory.stock_bytes
+    parts = {"keys and values": kv, "digests": memory.digest_bytes, "state": memory.salience_bytes}
     parts["with weights"] = sum(parts.values()) + shape.weights
     return {"cache": name} | {part: size_text(nbytes) for part, nbytes in parts.items()}
 
 
-def _row_of_two_memories(shape: Shape, name: str, found: Memory, device: int) -> dict[str, str]:
-    total = shape.weights + found.device + found.tile_bytes + found.graph_bytes
+def _row_of_two_memories(shape: Shape, name: str, memory: Memory, device: int) -> dict[str, str]:
+    total = shape.weights + memory.device + memory.tile_bytes + memory.graph_bytes
     parts = {
-        "device: KV": found.resident_bytes + found.stock_bytes,
-        "digests": 0 if found.digests_on_host else found.digest_bytes,
-        "tiles": found.tile_bytes,
-        "graph": found.graph_bytes,
+        "device: KV": memory.resident_bytes + memory.stock_bytes,
+        "digests": 0 if memory.digests_on_host else memory.digest_bytes,
+        "tiles": memory.tile_bytes,
+        "graph": memory.graph_bytes,
         "with weights": total,
-        "host": found.host,
+        "host": memory.host,
     }
-    row = {"cache": name, "resident tokens": f"{found.resident:,}" if found.resident else "all"}
+    row = {"cache": name, "resident tokens": f"{memory.resident:,}" if memory.resident else "all"}
     row |= {part: size_text(nbytes) for part, nbytes in parts.items()}
     return row | {"left": size_text(device - total) if device >= total else "too much"}

@@ -225,20 +225,20 @@ def tune(
             return read_so_far
 
         readings = read_all(stretches, "full attention")
-        found = Tuning(target, _stock_seconds(model, readings[0]))
+        tuning = Tuning(target, _stock_seconds(model, readings[0]))
         memory = {} if tier is None else {"tier": tier}
 
         def attempt(policy: str, options: dict[str, Any]) -> Trial:
             bar.set_description(policy)
-            found.trials.append(_trial(model, policy, options | memory, readings))
+            tuning.trials.append(_trial(model, policy, options | memory, readings))
             bar.update()
-            return found.trials[-1]
+            return tuning.trials[-1]
 
         def first_meeting(policy: str, rungs: list[dict[str, Any]]) -> list[Trial]:
             """The trial of the first rung that meets the target, by binary search: the last that does; or none."""
-            before = len(found.trials)
+            before = len(tuning.trials)
             bisect.bisect_left(rungs, True, key=lambda rung: attempt(policy, rung).meets(target))
-            return [trial for trial in found.trials[before:] if trial.meets(target)][-1:]
+            return [trial for trial in tuning.trials[before:] if trial.meets(target)][-1:]
 
         exact = attempt("full", {})
         if not exact.meets(target):
@@ -256,14 +256,14 @@ def tune(
             for options in _variants(best, two_memories):
                 attempt(best.policy, options)
         bar.set_description("times, in turns")
-        _time(model, found, readings[0])
+        _time(model, tuning, readings[0])
         bar.update()
         if others:
             readings = read_all(others, "held-out text")
-            found.held_out = _trial(model, found.chosen.policy, found.chosen.options, readings)
+            tuning.held_out = _trial(model, tuning.chosen.policy, tuning.chosen.options, readings)
             bar.update()
         bar.total = bar.n  # the search took fewer settings than the most
-    return found
+    return tuning
 
 
 def _most_work(ladders: Ladders, windows: int, held_out: int) -> int:
@@ -306,12 +306,12 @@ def _trial(model: PreTrainedModel, policy: str, options: dict[str, Any], reading
     )
 
 
-def _time(model: PreTrainedModel, found: Tuning, reading: Reading) -> None:
+def _time(model: PreTrainedModel, tuning: Tuning, reading: Reading) -> None:
     """Time the settings that meet the target and Transformers' own cache in turns, so that other load affects all."""
-    meeting = [number for number, trial in enumerate(found.trials) if trial.meets(found.target)]
+    meeting = [number for number, trial in enumerate(tuning.trials) if trial.meets(tuning.target)]
     caches: dict[int, Cache] = {-1: reading.cache}
     for number in meeting:
-        caches[number] = hold(model, found.trials[number].policy, found.trials[number].options, reading)
+        caches[number] = hold(model, tuning.trials[number].policy, tuning.trials[number].options, reading)
     seconds: dict[int, list[float]] = {number: [] for number in caches}
     for tokens in reading.following.split(TURN, 1):  # type: ignore[no-untyped-call]
         for number, cache in caches.items():
@@ -319,9 +319,9 @@ def _time(model: PreTrainedModel, found: Tuning, reading: Reading) -> None:
     reading.cache.crop(-len(reading.full))
     if not seconds[-1]:  # too few steps to time
         return
-    found.full_seconds = statistics.median(seconds[-1])
+    tuning.full_seconds = statistics.median(seconds[-1])
     for number in meeting:
-        found.trials[number] = replace(found.trials[number], seconds=statistics.median(seconds[number]))
+        tuning.trials[number] = replace(tuning.trials[number], seconds=statistics.median(seconds[number]))
 
 
 def _stock_seconds(model: PreTrainedModel, reading: Reading) -> float:

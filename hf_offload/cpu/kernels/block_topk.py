@@ -109,10 +109,10 @@ def bound_of(row: int, count: int, want: int, word: Array) -> tuple[float, int]:
     below, above = _key(-lane_max(least), word), _key(lane_max(most), word)
     while below < above:
         middle = (below + above + 1) >> 1
-        found = total - _below(row, size, _value(middle, word))
-        if found == want:
+        at_least = total - _below(row, size, _value(middle, word))
+        if at_least == want:
             return _value(middle, word), count
-        if found > want:
+        if at_least > want:
             below = middle
         else:
             above = middle - 1
@@ -150,12 +150,12 @@ def mark_best(row: int, count: int, want: int, marks: int, word: Array) -> None:
 @jit
 def list_marked(marks: int, count: int, first: int, blocks: Array) -> int:
     """Write first + i, ascending, for every mark i that is set, and return their number; marks: address."""
-    found = 0
+    listed = 0
     for i in range(count):
         if get(marks + 4 * i) > np.float32(0.0):
-            blocks[found] = first + i
-            found += 1
-    return found
+            blocks[listed] = first + i
+            listed += 1
+    return listed
 
 
 @jit

@@ -311,10 +311,10 @@ def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: i
         store(joined + n, zero)
     best, factors = np.zeros(padded // 4 + 16, np.float32), np.empty(chunks, np.float32)
     for g in range(group):
-        mine = address_of(masses[g])
+        log_masses = address_of(masses[g])
         if mode == 2:
             for n in range(0, padded, 64):
-                share = load_f32(mine + n) * splat(np.float32(1.0) / np.float32(group))
+                share = load_f32(log_masses + n) * splat(np.float32(1.0) / np.float32(group))
                 store(joined + n, load_f32(joined + n) + share)
             continue
         if not chunk_shares(masses[g], peaks[g], chunks, tail[g], n_blocks, 1 if mode == 0 else group, factors):
@@ -322,7 +322,7 @@ def join_chunks(masses: Array, peaks: Array, tail: Array, n_blocks: int, mode: i
         for chunk in range(chunks):
             share = max(factors[chunk], _LEAST)
             for n in range(4 * chunk * CHUNK_BLOCKS, min(4 * (chunk + 1) * CHUNK_BLOCKS, padded), 64):
-                mass = load_f32(mine + n)
+                mass = load_f32(log_masses + n)
                 store(address_of(best) + n, vmax(load_f32(address_of(best) + n), mass))
                 x, old = mass * splat(share), load_f32(joined + n)
                 store(joined + n, vmax(old, x) if mode == 0 else old + x)

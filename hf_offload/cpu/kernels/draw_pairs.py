@@ -97,11 +97,11 @@ def order_of(pairs: int) -> Array:
     have a hash of their own, so that strides do not add up over a long text.
     """
     global _order
-    found = _order  # another thread may replace it
-    if len(found) < pairs:
+    order = _order  # another thread may replace it
+    if len(order) < pairs:
         i = np.arange(max(2 * pairs, 1 << 12), dtype=np.uint32)
-        _order = found = i * np.uint32(97 << 24) + _mix(i >> 8)
-    return found
+        _order = order = i * np.uint32(97 << 24) + _mix(i >> 8)
+    return order
 
 
 def _mix(x: Any) -> Any:
@@ -300,11 +300,11 @@ def draw_head(
         for g in range(len(factors)):
             factor, head = splat(factors[g, chunk] * np.float32(samples)), address_of(masses[g]) + 2 * begin
             for i in range(0, size, 64):
-                mine = load(_SHORT, head + i // 2) * factor
+                shared = load(_SHORT, head + i // 2) * factor
                 if g > 0:
                     others = load_f32(address_of(shares) + i)
-                    mine = vmax(others, mine) if mode == 0 else others + mine
-                store(address_of(shares) + i, mine)
+                    shared = vmax(others, shared) if mode == 0 else others + shared
+                store(address_of(shares) + i, shared)
         for i in range(end - begin, (end - begin + 15) & ~15):
             shares[i] = np.float32(0.0)
         for i in range(0, size, 64):
@@ -445,13 +445,13 @@ def draw_kernel(
         if begin < end:
             write_scores(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, at, 4 * row)
         for head in range(h * group, (h + 1) * group):
-            mine = at + 4 * (head - h * group) * row
+            masses_of_head = at + 4 * (head - h * group) * row
             peaks[b, head, chunk] = soften_chunk(
-                runs, mine, end - begin, False, address_of(totals[b, head]) + 4 * begin
+                runs, masses_of_head, end - begin, False, address_of(totals[b, head]) + 4 * begin
             )
             to = address_of(masses[b, head]) + 2 * begin * size
             for i in range(0, (end - begin) * size, 16):
-                store_upper(to + 2 * i, load_f32(mine + 4 * i))
+                store_upper(to + 2 * i, load_f32(masses_of_head + 4 * i))
         marks = None if kept is None else kept.marks[b, h]
         most = ((end - begin) * size + OUTLIERS - 1) // OUTLIERS
         find_outliers(digest, table[b], h, begin, end, marks, most, masses[b, h * group])

@@ -23,17 +23,17 @@ def join_kernel(
             peak = max(lse[b, h], max(one_lse[b, h], two_lse[b, h]))
             if lse[b, h] == -np.inf and one_lse[b, h] == -np.inf and two_lse[b, h] == -np.inf:
                 continue  # the peak alone does not tell: `max` may skip a NaN, which must spread
-            mine, one, two = math.exp(lse[b, h] - peak), math.exp(one_lse[b, h] - peak), math.exp(two_lse[b, h] - peak)
-            total = mine + one + two
+            own, one, two = math.exp(lse[b, h] - peak), math.exp(one_lse[b, h] - peak), math.exp(two_lse[b, h] - peak)
+            total = own + one + two
             here = address_of(out[b, h])
             for source, share in ((address_of(one_out[b, h]), one), (address_of(two_out[b, h]), two)):
                 if share > 0.0:  # a partial over no token may hold any bytes
-                    weight, keep = splat(np.float32(share / total)), splat(np.float32(mine / total))
+                    weight, keep = splat(np.float32(share / total)), splat(np.float32(own / total))
                     for d in range(0, 4 * dim, 64):
                         store(here + d, fma(load_f32(source + d), weight, load_f32(here + d) * keep))
-                    mine = total
-            if mine != total:
-                keep = splat(np.float32(mine / total))
+                    own = total
+            if own != total:
+                keep = splat(np.float32(own / total))
                 for d in range(0, 4 * dim, 64):
                     store(here + d, load_f32(here + d) * keep)
             lse[b, h] = peak + math.log(total)

@@ -56,8 +56,8 @@ def _call_reader(packed: Any, name: str) -> Callable[..., Any]:
     """What a kernel calls, for Numba's type of `packed`."""
     if isinstance(packed, types.NoneType):
         return lambda packed, *args: 0
-    found = getattr(READERS[packed.instance_class], name)
-    return lambda packed, *args: found(*args)
+    reader = getattr(READERS[packed.instance_class], name)
+    return lambda packed, *args: reader(*args)
 
 
 def _reader(name: str) -> Callable[..., Any]:

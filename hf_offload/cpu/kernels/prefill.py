@@ -334,10 +334,10 @@ def prefill_kernel(
             any_hidden = False
             for i in range(keys):
                 at = first + i
-                there = i < filled and (valid.shape[0] == 0 or valid[b, at] != 0)
-                hidden[i] = np.float32(0.0) if there or i >= filled else np.float32(-np.inf)
-                any_hidden = any_hidden or (i < filled and not there)
-                if not there:
+                visible = i < filled and (valid.shape[0] == 0 or valid[b, at] != 0)
+                hidden[i] = np.float32(0.0) if visible or i >= filled else np.float32(-np.inf)
+                any_hidden = any_hidden or (i < filled and not visible)
+                if not visible:
                     key_rows[i] = value_rows[i] = zero
                 elif at < cached:
                     record = block_ptr[table[b, at // block_size]] + 2 * h * block_size * line

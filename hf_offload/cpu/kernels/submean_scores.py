@@ -247,10 +247,10 @@ def find_outliers(
     """
     sizes, count, kv_heads = address_of(digest.sizes), len(digest.runs), digest.sizes.shape[1]
     for n in range(begin, end):
-        found = words_with(sizes + 4 * count * (np.int64(table[n]) * kv_heads + h), _SIGN, digest.runs)
-        while found != 0 and most > 0:
-            pair = n * count + lowest_bit(found)
-            found &= found - 1
+        word = words_with(sizes + 4 * count * (np.int64(table[n]) * kv_heads + h), _SIGN, digest.runs)
+        while word != 0 and most > 0:
+            pair = n * count + lowest_bit(word)
+            word &= word - 1
             if marks is None or marks[2 * pair] == 0 or marks[2 * pair + 1] == 0:
                 masses[pair] = INFINITE
                 most -= 1

@@ -63,7 +63,7 @@ def scale_rows(
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        found = []
+        sizes = []
         for head in range(heads.count):
             row = emit_widen(context, builder, types.float32, emit_offset(builder, args[1], args[2], head))
             scaled = builder.fmul(row, args[3])
@@ -71,8 +71,8 @@ def scale_rows(
             size = _larger(
                 builder, _size(builder, scaled), builder.bitcast(builder.extract_value(args[0], head), WORDS)
             )
-            found.append(builder.bitcast(size, FLOATS))
-        return context.make_tuple(builder, peaks, found)
+            sizes.append(builder.bitcast(size, FLOATS))
+        return context.make_tuple(builder, peaks, sizes)
 
     ptr = types.int64
     return peaks(peaks, ptr, ptr, VECTOR, ptr, ptr, heads), emit

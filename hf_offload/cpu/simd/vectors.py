@@ -62,13 +62,13 @@ def lowered(function: Callable[..., Any]) -> Any:
 
     @functools.wraps(function)
     def typed(*kinds: Any) -> Any:
-        found, emit = function(*kinds)
+        signature, emit = function(*kinds)
 
         def emit_all(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             value = emit(context, builder, sig, args)
             return context.get_dummy_value() if value is None else value
 
-        return found, emit_all
+        return signature, emit_all
 
     return intrinsic(prefer_literal=True)(typed)
 
@@ -442,8 +442,8 @@ def words_with(typing: Any, address: Any, mask: Any, runs: Any) -> Any:
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         kind = ir.VectorType(BITS32, runs.count)
         words = builder.load(pointer(builder, args[0], kind), align=4)
-        found = builder.and_(words, ir.Constant(kind, [mask.literal_value] * runs.count))
-        hit = builder.icmp_unsigned("!=", found, ir.Constant(kind, [0] * runs.count))
+        bits = builder.and_(words, ir.Constant(kind, [mask.literal_value] * runs.count))
+        hit = builder.icmp_unsigned("!=", bits, ir.Constant(kind, [0] * runs.count))
         return builder.zext(builder.bitcast(hit, ir.IntType(runs.count)), ir.IntType(64))
 
     return types.int64(types.int64, mask, runs), emit

@@ -33,14 +33,14 @@ def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor,
             means needed and predicted (0 for heads that count as streaming), the mean shortfall and excess, and
             enough, the share of heads that get what they need.
     """
-    found = predictor.predict(features)
+    heads = predictor.predict(features)
     streaming = budgets.amax(1) == 0
     first, slope = fit_line(budgets[~streaming], fit)
-    right = float((found.streaming & streaming).sum())
+    right = float((heads.streaming & streaming).sum())
     rows = {}
     for number, size in enumerate(GRANULARITIES[1:], 1):
-        line = found.budget0 + found.slope * math.log2(size)
-        predicted = torch.where(found.streaming, 0.0, line.clamp(0, 1))
+        line = heads.budget0 + heads.slope * math.log2(size)
+        predicted = torch.where(heads.streaming, 0.0, line.clamp(0, 1))
         error = predicted - budgets[:, number]
         rows[str(size)] = {
             "needed": float(budgets[:, number].mean()),
@@ -50,10 +50,10 @@ def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor,
             "enough": float((error >= 0).float().mean()),
         }
     return {
-        "r2_budget0": r_squared(found.budget0[~streaming], first),
-        "r2_slope": r_squared(found.slope[~streaming], slope),
+        "r2_budget0": r_squared(heads.budget0[~streaming], first),
+        "r2_slope": r_squared(heads.slope[~streaming], slope),
         "streaming_share": float(streaming.float().mean()),
-        "streaming_precision": right / max(float(found.streaming.sum()), 1.0),
+        "streaming_precision": right / max(float(heads.streaming.sum()), 1.0),
         "streaming_recall": right / max(float(streaming.sum()), 1.0),
         "budgets": rows,
     }

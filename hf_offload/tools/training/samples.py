@@ -142,14 +142,14 @@ class Sampling:
         asked: whether answers follow the prompts: half of the steps are drawn from the first tokens behind each.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
-        found = {}
+        positions = {}
         for length in range(self.interval, tokens - self.steps + 1, self.interval):
             room = min(self.interval, tokens - length)
             near = min(_ANSWER, room // 2) if asked else 0
             early = torch.randperm(near, generator=generator, device="cpu")[: self.steps // 2]
             late = near + torch.randperm(room - near, generator=generator, device="cpu")[: self.steps - len(early)]
-            found[length] = sorted((length + torch.cat((early, late))).tolist())
-        return found
+            positions[length] = sorted((length + torch.cat((early, late))).tolist())
+        return positions
 
     def host(self, length: int) -> tuple[int, int]:
         """The first of the host's tokens and the first behind them, with `length` tokens in all."""

@@ -206,7 +206,7 @@ def train(
         for kept in (False, True)
     )
     count = sum(not one.held_out for one in windows)
-    predictors, found = {}, {}
+    predictors, qualities = {}, {}
     for number, tau in enumerate(sampling.taus):
         features, targets = trained.features_at(number), trained.budgets[..., number]
         measured, wanted = held_out.features_at(number), held_out.budgets[..., number]
@@ -215,11 +215,11 @@ def train(
             local=sampling.local, progress=progress,
         )  # fmt: skip
         predictors[tau] = made
-        found[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted, fitting.fit)}
+        qualities[str(tau)] = {"epochs": epochs, **quality(made, measured, wanted, fitting.fit)}
     report = {
         "samples": len(trained.features), "held_out": len(held_out.features), "windows": count,
         "held_out_windows": len(windows) - count, "asked_windows": sum(one.asked for one in windows),
-        "context": windows[0].ids.shape[1], **asdict(sampling), "fitting": asdict(fitting), "quality": found,
+        "context": windows[0].ids.shape[1], **asdict(sampling), "fitting": asdict(fitting), "quality": qualities,
     }  # fmt: skip
     save_predictors(folder / PREDICTOR, likeness(*_decoder(model)), predictors, report)
     (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
