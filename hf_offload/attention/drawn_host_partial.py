@@ -62,7 +62,7 @@ class DrawnHostPartial(BlockHostPartial):
 
     @classmethod
     def of(cls, step: Step, samples: int, join: str) -> DrawnHostPartial:
-        """Return the partial of a step's layer, made anew where sizes have changed."""
+        """Return the partial of a step's layer, made again where sizes have changed."""
         return step.layer.host_partial_of(
             lambda kept: isinstance(kept, DrawnHostPartial) and kept.serves(step, samples, join),
             lambda: DrawnHostPartial(step.layer, step.query, samples, join),

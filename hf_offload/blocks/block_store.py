@@ -494,7 +494,7 @@ class TableMirror:
         return self._copy("block_ptr", self.store.pool.block_ptr, self.store.pool.revision)
 
     def _copy(self, name: str, array: np.ndarray, revision: int) -> torch.Tensor:
-        """The copy of an array, made anew when its revision has changed."""
+        """The copy of an array, made again when its revision has changed."""
         made, old = self._copies.get(name, (-1, None))
         if old is None or made != revision:
             old = sent(array, self.store.device, old)

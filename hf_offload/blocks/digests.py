@@ -87,7 +87,7 @@ class DigestStore(ABC):
             setattr(self, name, getattr(self, name)[torch.from_numpy(rows.astype(np.int64)).to(self.device)])
 
     def crop(self, length: int) -> None:
-        """Forget the statistics if so few tokens are left that digests begin anew."""
+        """Forget the statistics if so few tokens are left that digests begin again."""
         if length < STATISTICS_TOKENS:
             self.frozen = type(self).frozen
 

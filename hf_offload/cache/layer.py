@@ -414,7 +414,7 @@ class HybridLayer(CacheLayerMixin):
         self.revision = padding.revision
 
     def forget_plans(self) -> None:
-        """Drop all plans and begun work; the next step is planned anew."""
+        """Drop all plans and begun work; the next step is planned again."""
         self.drain_ahead()
         self.steps.clear()
         self.state.cancelled()

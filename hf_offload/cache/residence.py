@@ -27,7 +27,7 @@ ROOM = 512 << 20
 class Residence:
     """How many blocks are resident on each device, asked when resident sets are placed.
 
-    The layers of one device get the same number. A set that is full is placed anew, which asks again. An append that
+    The layers of one device get the same number. A set that is full is placed again, which asks again. An append that
     needs the memory takes it: resident sets are placed after it.
 
     Args:

@@ -84,7 +84,7 @@ class SavedCache:
         if saved_format != FORMAT:
             raise ValueError(
                 f"{self.folder} was saved in format {shown(saved_format)}, this version reads format {FORMAT}; run the "
-                "prompt again and save its cache anew"
+                "prompt again and save its cache again"
             )
         with self.sound():
             check_about(self.about)
@@ -107,7 +107,7 @@ class SavedCache:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise DamagedError(
                 f"{self.folder / name} has invalid contents ({what}): it was damaged or forged; run the "
-                "prompt again and save its cache anew"
+                "prompt again and save its cache again"
             ) from error
 
     @contextmanager
@@ -126,7 +126,7 @@ class SavedCache:
     def _altered(self, name: str) -> ValueError:
         return DamagedError(
             f"{self.folder / name} is not what was saved: it was cut short or altered; run the prompt again and save "
-            "its cache anew"
+            "its cache again"
         )
 
     def restore(

@@ -37,7 +37,7 @@ class NotCaptured(RuntimeError):
 
 
 class StepGraph:
-    """The CUDA graph of a cache's decode steps, captured anew when its signature changes.
+    """The CUDA graph of a cache's decode steps, captured again when its signature changes.
 
     Args:
         cache: the `HybridCache`.

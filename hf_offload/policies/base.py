@@ -230,7 +230,7 @@ class LayerState:
         """With two memories, after the block that the next token starts got a slot."""
 
     def unplaced(self, layer: HybridLayer) -> None:
-        """Before the resident set is dropped, to be placed anew: an append, a crop, new padding, a failed step."""
+        """Before the resident set is dropped, to be placed again: an append, a crop, new padding, a failed step."""
 
     def cancelled(self) -> None:
         """Undo the changes of `Policy.before_layer`, whose step does not follow."""

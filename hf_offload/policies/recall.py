@@ -64,7 +64,7 @@ class RecallClock:
         interval: steps between recalls; 0: never; None: when the moving average of the CPU ratio exceeds `threshold`.
         threshold: the largest allowed CPU ratio.
         since: fp32 `[]`, with an interval: steps since the last recall.
-        ratio: fp32 `[]`, without one: moving average of the CPU ratio, weight 1/2 on the last step. It begins anew
+        ratio: fp32 `[]`, without one: moving average of the CPU ratio, weight 1/2 on the last step. It begins again
             behind a recall, that is, where it exceeds the threshold; NaN: no step yet.
     """
 

@@ -256,17 +256,17 @@ def hide_number(
     """
     check_number("depth", depth, "a place in the text, from 0 (its beginning) to 1 (its end)", least=0, most=1)
     check_count("number", number, what="a number of seven digits", least=1_000_000, most=9_999_999)
-    room = tokens - _FRAME_TOKENS
+    left = tokens - _FRAME_TOKENS
     # No ordinary text has more than seven characters a token: the rest of a long text need not be tokenized.
-    ids = tokenizer(text[: 7 * max(room, 0)], add_special_tokens=False)["input_ids"]
-    if room <= 0:
+    ids = tokenizer(text[: 7 * max(left, 0)], add_special_tokens=False)["input_ids"]
+    if left <= 0:
         raise ValueError(f"tokens={tokens} leaves no room for a text: {_FRAME_TOKENS + 1} are the least")
-    if room > len(ids):
+    if left > len(ids):
         raise ValueError(
             f"tokens={tokens} is more than the {len(ids) + _FRAME_TOKENS} that this text allows: "
             "give a longer text, or fewer tokens"
         )
-    haystack = str(tokenizer.decode(ids[:room]))
+    haystack = str(tokenizer.decode(ids[:left]))
     # The number goes between two lines or sentences.
     breaks = [m.end() for m in re.finditer(r"\n+|[.!?]\s+", haystack)] or [0]
     at = min(breaks, key=lambda i: abs(i - depth * len(haystack)))

@@ -131,9 +131,9 @@ class PairLists(NamedTuple):
     counts: Array
 
     @classmethod
-    def of(cls, batch: int, kv_heads: int, room: int) -> PairLists:
-        """Empty lists with a capacity of `room` pairs."""
-        shape = batch, kv_heads, room
+    def of(cls, batch: int, kv_heads: int, capacity: int) -> PairLists:
+        """Empty lists with a capacity of `capacity` pairs."""
+        shape = batch, kv_heads, capacity
         return cls(np.empty(shape, np.int32), np.empty(shape, np.float32), np.zeros(shape[:2], np.int32))
 
     @classmethod
@@ -515,7 +515,7 @@ def draw_pairs(
         ValueError: an unknown join, a digest without pairs, or shapes that contradict each other or have no room.
         TypeError: an array of another dtype.
     """
-    (batch, query_heads, dim), (kv_heads, room), size = query.shape, lists.pairs.shape[1:], len(digest.runs)
+    (batch, query_heads, dim), (kv_heads, capacity), size = query.shape, lists.pairs.shape[1:], len(digest.runs)
     group, heads, per_head = group_size(query_heads, kv_heads), (batch, query_heads), (batch, kv_heads)
     if join not in ("max", "mean"):
         raise ValueError(f"join {join!r} is not 'max' or 'mean'")
@@ -544,13 +544,13 @@ def draw_pairs(
             raise ValueError(f"resident.score {resident.score.shape} has no room for {n_sealed} blocks, in sixteens")
         sure = 0
     least = min(sure + most_pairs(samples, group, n_sealed * size), most)
-    if room < least:
-        raise ValueError(f"pairs holds {room} entries; up to {least} may be drawn")
+    if capacity < least:
+        raise ValueError(f"pairs holds {capacity} entries; up to {least} may be drawn")
     require("query", query, F32, (batch, query_heads, dim))
     require("table", table, I32, (batch, table.shape[-1]))
     require("masses", masses, MASSES, (*heads, masses.shape[-1]))
-    require("pairs", lists.pairs, I32, (*per_head, room))
-    require("weights", lists.weights, F32, (*per_head, room))
+    require("pairs", lists.pairs, I32, (*per_head, capacity))
+    require("weights", lists.weights, F32, (*per_head, capacity))
     require("counts", lists.counts, I32, per_head)
     require("thresholds.order", thresholds.order, U32, (max(n_sealed * size + 16, len(thresholds.order)),))
     require("thresholds.first", thresholds.first, I32, (batch,))

@@ -52,7 +52,7 @@ from .move_records import layout_of
 
 TILE = 256  # keys that are packed at a time
 ROWS = 288  # most query rows of a task: their sums take 144 KiB at a head dimension of 128
-LEAST = 16  # queries of a launch at least: each launch packs the keys anew
+LEAST = 16  # queries of a launch at least: each launch packs the keys again
 SUMMED = 128  # products that are added up one after the other: partial sums of longer rows round less
 _HEIGHT = (0,) * 12  # rows of a register tile
 _TALL = len(_HEIGHT)

@@ -144,10 +144,10 @@ class Sampling:
         generator = torch.Generator("cpu").manual_seed(seed)
         positions = {}
         for length in range(self.interval, tokens - self.steps + 1, self.interval):
-            room = min(self.interval, tokens - length)
-            near = min(_ANSWER, room // 2) if asked else 0
+            left = min(self.interval, tokens - length)
+            near = min(_ANSWER, left // 2) if asked else 0
             early = torch.randperm(near, generator=generator, device="cpu")[: self.steps // 2]
-            late = near + torch.randperm(room - near, generator=generator, device="cpu")[: self.steps - len(early)]
+            late = near + torch.randperm(left - near, generator=generator, device="cpu")[: self.steps - len(early)]
             positions[length] = sorted((length + torch.cat((early, late))).tolist())
         return positions
 
