@@ -78,7 +78,7 @@ def make_policy(policy: str | Policy, knobs: dict[str, Any]) -> Policy:
     kinds = [(cls.__module__, cls.__qualname__) for cls in type(policy).__mro__]
     if (Policy.__module__, Policy.__qualname__) in kinds:
         raise TypeError(
-            f"this {type(policy).__name__} is of an earlier import: hf_offload was imported again; make the policy again"
+            f"this {type(policy).__name__} is of an earlier import: hf_offload was imported again; make a new policy"
         )
     if not isinstance(policy, str):
         raise TypeError(f"policy must be a name or a Policy instance, not {type(policy).__name__}")
