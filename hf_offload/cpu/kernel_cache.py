@@ -59,7 +59,7 @@ class KernelCache(FunctionCache):
             return
         self._folder = Path(self._cache_path)
         self._stamp = repr(self._impl.locator.get_source_stamp())
-        _stamps[Path(function.__code__.co_filename)] = self._stamp
+        note_source(function)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The code compiled for a signature, or None.
@@ -77,6 +77,8 @@ class KernelCache(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep the code compiled for a signature; warn if its file cannot be written."""
+        for environment in data._find_referenced_environments():  # of linked functions, as `rebuild` does
+            data.codegen.set_env(environment.env_name, environment)
         if self._folder is None or any(map(_is_foreign, _arguments(sig))) or not self._impl.check_cachable(data):
             return
         try:
@@ -189,6 +191,13 @@ _OWN = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_HERE.rglob(
 _stamps: dict[Path, str] = {}
 """Digests of files with compiled functions, of the time when these were defined."""
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def note_source(function: Callable[..., Any]) -> None:
+    """Note the state of a function's file: kernels that use the function are compiled from it as it is now."""
+    file = Path(function.__code__.co_filename)
+    if file.is_file():
+        _stamps[file] = hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _sources_of(function: Any) -> str:

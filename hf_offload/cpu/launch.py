@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from hf_offload.cpu.simd.vectors import lowered, pointer
 
-from .kernel_cache import KernelCache
+from .kernel_cache import KernelCache, note_source
+from .linked_code import LinkedCompiler
 from .memory import count_up, get_word, put_word
 from .openmp_team import ALONE, ENTRY, call_entry, call_team, team
 
@@ -220,7 +221,7 @@ class _Bound:
 
 
 class _Internal(CPUDispatcher):
-    """A function that compiled code alone calls.
+    """A function that compiled code alone calls, or that a launch enters.
 
     Numba would also compile a wrapper for calls from Python, and a copy for each constant that a caller passes:
     together a quarter of the time of a first `generate()`.
@@ -243,13 +244,17 @@ _OPTIONS: Any = {
 
 
 def jit(function: Function) -> Function:
-    """Compile a function for compiled callers, without the GIL and bounds checks; the code is kept on disk.
+    """Compile a function for compiled callers, without the GIL and bounds checks; its code is kept as part of theirs.
 
     A call from Python raises TypeError (`jit_for_python`).
     """
-    compiled: Any = _Internal(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
-    compiled._cache = KernelCache(function, for_python=False)
-    return cast(Function, compiled)
+    return _linked(function, _OPTIONS)
+
+
+def _linked(function: Function, options: Any) -> Function:
+    note_source(function)
+    options = options | {"no_cpython_wrapper": True}
+    return cast(Function, _Internal(function, targetoptions=options, pipeline_class=LinkedCompiler))
 
 
 _BORROWING: Any = _OPTIONS | {"_nrt": False}
@@ -264,22 +269,23 @@ def borrowing(function: Function, *, inline: bool = False) -> Function:
         function: the function.
         inline: whether its code goes into that of its callers.
     """
-    options = _BORROWING | {"no_cpython_wrapper": True, "forceinline": inline}
-    compiled: Any = _Internal(function, targetoptions=options)
-    compiled._cache = KernelCache(function, for_python=False)
-    return cast(Function, compiled)
+    return _linked(function, _BORROWING | {"forceinline": inline})
 
 
 def jit_for_python(function: Function) -> Function:
-    """Compile as `jit` does a function that Python calls, too."""
+    """Compile a function that Python calls, too; its code is kept on disk."""
     compiled: Any = CPUDispatcher(function, targetoptions=_OPTIONS)
     compiled._cache = KernelCache(function, for_python=True)
     return cast(Function, compiled)
 
 
 def kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a kernel `(ticket, tasks, *args)`, which runs one participant's share; `names` lists its arguments."""
-    compiled: Any = jit(function)
+    """Compile a kernel `(ticket, tasks, *args)`, which runs one participant's share; its code is kept on disk.
+
+    Its attribute `names` lists its arguments.
+    """
+    compiled: Any = _Internal(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
+    compiled._cache = KernelCache(function, for_python=False)
     compiled.names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return cast(Callable[..., None], compiled)
 

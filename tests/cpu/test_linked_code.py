@@ -1,0 +1,40 @@
+"""Functions that compiled code alone calls become part of their callers."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = """
+from hf_offload.cpu.launch import jit, jit_for_python
+
+@jit
+def root(x):
+    if x < 0:
+        raise ValueError("no root of", x)
+    return x**0.5
+
+@jit
+def fourth_root(x):
+    return root(root(x))
+
+@jit_for_python
+def roots(x):
+    return root(x), fourth_root(x)
+"""
+
+
+def test_a_function_and_its_errors_are_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error with a value of run time reads the function's environment, which only the caller's code can hold."""
+    (tmp_path / "linked_roots.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for from_disk in (False, True):
+        sys.modules.pop("linked_roots", None)
+        module = importlib.import_module("linked_roots")
+        assert module.roots(16.0) == (4.0, 2.0)
+        assert bool(module.roots.stats.cache_hits) == from_disk
+        with pytest.raises(ValueError, match=r"no root of.*-1\.0"):
+            module.roots(-1.0)
+    with pytest.raises(TypeError, match="jit_for_python"):
+        module.root(16.0)
