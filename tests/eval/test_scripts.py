@@ -214,14 +214,6 @@ def test_tasks_are_scored_and_a_stopped_run_goes_on(tmp_path: Path, monkeypatch:
     assert [sample.score(said) for said in ("Number 0!", "number 7", "")] == [100, 50, 0]
 
 
-def test_documents_have_a_sample_for_each_instruction() -> None:
-    rows = [{"input": "A", "instructions": ["Who?", "When?"], "outputs": ["The old man", "1952"], "evaluation": "f1"},
-            {"input": "A", "instructions": ["Tell it."], "outputs": ["a b c d"], "evaluation": "rouge"},
-            {"input": "A", "instructions": ["Judge."], "outputs": ["good"], "evaluation": "LLM"}]  # fmt: skip
-    who, when, told = importlib.import_module("leval").samples_of("financial_qa", rows)
-    assert [who.score("an old man"), when.score("in 1953"), told.score("a b x d")] == pytest.approx([100, 0, 75])
-
-
 def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wonderwords", reason="needs lm-eval[ruler]: pip install hf-offload[eval]")
     kinds = {kind + s: list("abcdefghijklmnopqrst") for kind in ("noun", "adjective", "verb") for s in ("", "s")}
@@ -236,29 +228,26 @@ def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ruler.samples_of("qa_hotpot", 4096, letters(), 2, tmp_path, novel) == []
 
 
-@pytest.mark.parametrize(
-    ("script", "option"),
-    [
-        ("attention_stats", "--layers"), ("bench_cpu", "--sections"), ("context_attention", "--kind"),
-        ("decode", "--rows"), ("decode", "--dtype"), ("families", "--types"),
-        ("frames", "--context"), ("launches", "--row"), ("longbench", "--tasks"), ("longbench", "--setup"),
-        ("peers", "--ways"), ("perplexity", "--betas"), ("quality", "--ask"), ("quality", "--kinds"),
-        ("serve", "--chats"), ("soak", "--rows"),
-    ],
-)  # fmt: skip
-def test_unknown_names_are_refused(script: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is loaded; `--help` names the option."""
     monkeypatch.setattr(common, "load", lambda *a, **k: pytest.fail("the model was loaded"))
-    app = common.command(importlib.import_module(script).main)
-    result = CliRunner().invoke(app, [option, "nonesuch"])
-    assert (result.exit_code, "nonesuch" in result.output) == (2, True)
-    assert option in CliRunner().invoke(app, ["--help"]).output
+    for script, options in {
+        "attention_stats": "--layers", "bench_cpu": "--sections", "context_attention": "--kind",
+        "decode": "--rows --dtype", "families": "--types", "frames": "--context", "launches": "--row",
+        "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--betas", "quality": "--ask --kinds",
+        "serve": "--chats", "soak": "--rows",
+    }.items():  # fmt: skip
+        app = common.command(importlib.import_module(script).main)
+        told = CliRunner().invoke(app, ["--help"]).output
+        for option in options.split():
+            result = CliRunner().invoke(app, [option, "nonesuch"])
+            assert (result.exit_code, "nonesuch" in result.output, option in told) == (2, True, True), (script, option)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("row", [WINDOW, "hgca:window=32,block_size=8"])
-def test_what_a_row_takes_over_is_as_if_it_had_read_itself(row: str) -> None:
+def test_what_a_row_takes_over_is_as_if_it_had_read_itself() -> None:
     answers = importlib.import_module("tasks.answers")
-    model, ids, chosen = tiny_model("llama"), prompt(1, 150)[0], common.row_of(row, stock=common.STOCK)
+    model, ids, chosen = tiny_model("llama"), prompt(1, 150)[0], common.row_of("hgca:window=32,block_size=8")
     cache, logits = answers.Reading(model, ids).start(chosen, 150)
     mine = chosen.make_cache(model)
     assert torch.equal(logits, common.prefill(model, mine, ids))

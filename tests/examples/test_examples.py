@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
 import hf_offload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "quickstart")
 NOTEBOOK = EXAMPLES / "attention_notebook.ipynb"
 QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
 
@@ -59,13 +57,11 @@ def document(smollm2: Any, tmp_path: Path) -> Path:
     return tmp_path / "document.txt"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
-    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 60
-    assert re.match(rf'"""[A-Z].*\n\n(    .*\n)*    (python|torchrun .*) examples/{name}\.py\n', text)
-    assert not re.search(r"hf_offload import|import hf_offload\.(?!lm_eval)", text)
-    assert set(re.findall(r"hf_offload\.(\w+)", text)) <= {*hf_offload.__all__, "lm_eval"}
+def test_an_example_is_short_and_says_how_it_is_run() -> None:
+    for name in (path.stem for path in EXAMPLES.glob("*.py") if path.stem != "quickstart"):
+        text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 60
+        assert re.match(rf'"""[A-Z].*\n\n(    .*\n)*    (python|torchrun .*) examples/{name}\.py\n', text), name
 
 
 def test_chat_reads_the_document_once(run: Run, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,57 +139,27 @@ def test_lm_eval_scores_the_capitals(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert re.search(r"scout: \d+ decode steps in 2 caches", output)
 
 
-def cells() -> list[dict[str, Any]]:
-    """The notebook's cells with code."""
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
 def test_the_notebook_is_committed_with_its_plots() -> None:
     assert NOTEBOOK.stat().st_size < 300_000
-    assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
-    outputs = [output for cell in cells() for output in cell["outputs"]]
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} <= {"display_data", "stream"}
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert not [output for output in outputs if output.get("name") == "stderr"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("run")  # the model that is loaded already
-def test_the_notebook_on_a_short_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    plt = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib: pip install hf-offload[demo]")
-    plt.switch_backend("Agg")
-    shown: list[str] = []
-    monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gca().get_title()) or plt.close("all"))
-    small = {
-        "TOKENS, STEPS = 1_900, 64": "TOKENS, STEPS = 300, 4",
-        "BUDGETS = (256, 512, 1024)": "BUDGETS = (256,)",
-        "BETAS = (16, 4, 1)": "BETAS = (1,)",
-    }
-    code = "\n".join("".join(cell["source"]) for cell in cells())
-    for default, quick in small.items():
-        assert default in code
-        code = code.replace(default, quick)
-    grad = torch.is_grad_enabled()
-    try:
-        exec(compile(code, NOTEBOOK.name, "exec"), {"__name__": "__main__"})
-    finally:
-        torch.set_grad_enabled(grad)
-    assert len(shown) == 3
-    output = capsys.readouterr().out
-    assert "next token: '2' - the number is 7482915" in output
-    assert re.search(r" scout: \d+ of \d+ blocks, .* sees the number", output)
-    losses = re.findall(r"^ *(\w+): (\d\.\d{4}) with \d+ tokens$", output, re.M)
-    assert [policy for policy, _ in losses] == ["scout", "quest", "hgca", "window"]
-    assert all(0 <= float(loss) < 1 for _, loss in losses)
-
-
-@pytest.mark.slow
-def test_the_notebook_as_it_stands(smollm2: Any) -> None:
+def test_the_notebook_as_it_stands() -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install hf-offload[dev]")
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     said = "".join(out["text"] for cell in notebook.cells for out in cell.get("outputs", []) if out.get("text"))
-    assert re.search(r"scout: .* sees the number", said)
+    assert "next token: '2' - the number is 7482915" in said
+    assert re.search(r"scout: \d+ of \d+ blocks, .* sees the number", said)
     assert re.search(r"window: .* misses the number", said)
+    losses = re.findall(r"^ *(\w+): (\d\.\d{4}) with \d+ tokens$", said, re.M)
+    assert {policy for policy, _ in losses} == {"scout", "quest", "hgca", "window"}
+    assert all(0 <= float(loss) < 1 for _, loss in losses)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from packaging import version
 from tiny import prompt, tiny_model
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_offload import ConstantPredictor
@@ -81,20 +81,11 @@ def streamed(model: PreTrainedModel, cache: Any, batch: int) -> torch.Tensor:
     return tokens
 
 
-class AfterTokens(StoppingCriteria):
-    """Stop a row when it has so many tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.tokens, device=input_ids.device)
-
-
 def stopped(model: PreTrainedModel, cache: Any, batch: int) -> torch.Tensor:
-    tokens = generate(model, cache, batch, stopping_criteria=StoppingCriteriaList([AfterTokens(LENGTH + 7)]))
-    assert tokens.shape[1] == LENGTH + 7
-    return tokens
+    def full(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(ids),), ids.shape[1] >= LENGTH + 7, device=ids.device)
+
+    return generate(model, cache, batch, stopping_criteria=StoppingCriteriaList([full]))
 
 
 def scored(model: PreTrainedModel, cache: Any, batch: int) -> torch.Tensor:

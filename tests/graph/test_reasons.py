@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recording import CpuRecorder
-from tiny import prompt, tiny_model
+from tiny import tiny_model
 from torch import nn
 
 from hf_offload import HybridCache
@@ -22,17 +21,6 @@ from ._graphs import AHEAD, SCOUT, SELECTED, counted, eager_cache, graph_cache, 
 from .packages import fused, of_package
 
 Change = Callable[[Any, Any, pytest.MonkeyPatch], None]
-
-
-class Adapter(nn.Module):
-    """Stands for a module of a package that nobody here knows."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + self.inner(x)
 
 
 def hook(model: Any, *rest: Any) -> None:
@@ -60,14 +48,13 @@ def old_torch(model: Any, cache: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(support, "torch_version", lambda: (2, 11))
 
 
+UNKNOWN = of_package("a_package", "Adapter", lambda self, x: self.inner(x) + self.inner(x))
 BEFORE, BETWEEN = 150, 155
-REASONS: list[
-    tuple[Change, int, str]
-] = [  # what is changed, before the first step or between two replays; what is told
+REASONS: list[tuple[Change, int, str]] = [
     (hook, BEFORE, "a hook of model.layers.2.mlp"),
     (hook, BETWEEN, "a hook of model.layers.2.mlp"),
-    (module(Adapter), BEFORE, "whose state a replay"),
-    (module(Adapter), BETWEEN, "whose state a replay"),
+    (module(UNKNOWN), BEFORE, "whose state a replay"),
+    (module(UNKNOWN), BETWEEN, "whose state a replay"),
     # It looks for outliers on the host; the others have a cache of their own, or adapters of another kind.
     (module(of_package("bitsandbytes.nn.modules", "Linear8bitLt", fused)), BEFORE, "Linear8bitLt"),
     (module(of_package("awq.modules.fused.attn", "QuantAttentionFused", fused)), BEFORE, "QuantAttentionFused"),
@@ -76,6 +63,7 @@ REASONS: list[
     (little_memory, BEFORE, "1 MiB of device memory is free"),
     (old_torch, BEFORE, "may end the process"),
 ]
+"""What is changed, before the first step or between two replays; what is told."""
 
 
 @pytest.mark.parametrize(("change", "when", "reason"), REASONS, ids=[f"{i}-{row[1]}" for i, row in enumerate(REASONS)])
@@ -253,32 +241,3 @@ def test_weights_without_an_address_are_known_as_objects() -> None:
     assert not state.holds()
     del layer.weight
     assert not state.holds()
-
-
-def test_little_is_done_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step was prepared while the device was at work on the one before."""
-    model = model_of("llama", num_hidden_layers=36)
-    cache = graph_cache(model, "scout", auto=True, **AHEAD)
-    run(model, cache, (150, 6))
-    calls, counted_calls, replay = [0], [], CpuRecorder.replay
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        calls[0] += event == "call"
-
-    def replayed(recorder: CpuRecorder) -> None:
-        sys.setprofile(None)
-        counted_calls.append(calls[0])
-        replay(recorder)
-
-    monkeypatch.setattr(CpuRecorder, "replay", replayed)
-    ids, _ = prompt(1, 162)
-    with torch.no_grad():
-        for i in range(156, 162):  # the fifth fills a block
-            calls[0] = 0
-            sys.setprofile(count)
-            try:
-                model(ids[:, i : i + 1], past_key_values=cache)
-            finally:
-                sys.setprofile(None)
-    assert len(counted_calls) == 6
-    assert max(counted_calls) <= 300, counted_calls

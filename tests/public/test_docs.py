@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import dataclasses
 import inspect
 import re
@@ -19,6 +18,8 @@ from unittest.mock import patch
 import pytest
 import typer
 import yaml
+from letters import letters
+from tiny import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import drawings
@@ -50,11 +51,10 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 class Block(NamedTuple):
     """A fenced block of a page."""
 
-    page: Path
     line: int
     language: str
     marked: bool
-    """Whether the comment `<!--no-run: gpu-->` or `<!--no-run: hub-->` stands above: it is parsed, not run."""
+    """Whether the comment `<!--no-run: gpu-->` or `<!--no-run: hub-->` stands above."""
     text: str
 
 
@@ -63,37 +63,26 @@ def blocks(page: Path) -> list[Block]:
     text = PAGES[page]
     fence = re.compile(r"^(<!--no-run: (?:gpu|hub)-->\n)?( *)```(\w*)\n(.*?)^ *```$", re.M | re.DOTALL)
     return [
-        Block(page, text.count("\n", 0, found.start(4)) + 1, found[3], bool(found[1]), found[4])
+        Block(text.count("\n", 0, found.start(4)) + 1, found[3], bool(found[1]), found[4])
         for found in fence.finditer(text)
     ]
 
 
-PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
-CODE_PAGES = list(dict.fromkeys(block.page for block in PYTHON if not block.marked))
+RUN = {page: [block for block in blocks(page) if block.language == "python" and not block.marked] for page in PAGES}
+CASES = [
+    ("README.md", "tiny"),
+    *(pytest.param(name_of(page), "smollm2", marks=pytest.mark.slow) for page in RUN if RUN[page]),
+]
 
 
 @pytest.fixture(scope="module")
-def few_layers(
-    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2 with 4 of its 30 layers: what it answers is of no interest, and blocks take a seventh of the time."""
-    whole, tokenizer = smollm2
-    config = copy.deepcopy(whole.config)
-    config.num_hidden_layers = 4
-    model = type(whole)(config).eval()
-    model.load_state_dict(whole.state_dict(), strict=False)
-    model.generation_config = copy.deepcopy(whole.generation_config)
-    return model, tokenizer
+def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return tiny_model("llama", "sdpa"), letters()
 
 
-@pytest.mark.parametrize("size", ["few_layers", pytest.param("smollm2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.slow) for page in CODE_PAGES],
-    ids=name_of,
-)
+@pytest.mark.parametrize(("page", "size"), CASES)
 def test_blocks_run(
-    page: Path, size: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: str, size: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In their order and in one namespace, as a reader who copies them would; the model's file is read once."""
     model, tokenizer = request.getfixturevalue(size)
@@ -111,29 +100,13 @@ def test_blocks_run(
     monkeypatch.chdir(tmp_path)
     try:
         with patch.dict(registry.POLICIES):  # a page makes one of its own known
-            for block in blocks(page):
-                if block.language == "python" and not block.marked:
-                    code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
-                    exec(compile(code, str(page), "exec"), module.__dict__)
+            for block in RUN[ROOT / page]:
+                code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+                exec(compile(code, page, "exec"), module.__dict__)
     finally:
         with contextlib.suppress(ValueError):  # no block has enabled it
             hf_offload.disable(model)
         model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{name_of(block.page)}:{block.line}")
-def test_blocks_name_what_is_public(block: Block) -> None:
-    named = set()
-    for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_offload":
-            named.add(node.attr)
-        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "hf_offload":
-            if block.page.name != "extending.md":  # which shows what a part of the package is made of
-                assert node.module == "hf_offload"
-                named |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            assert not [alias.name for alias in node.names if re.match(r"hf_offload\.(?!lm_eval$)", alias.name)]
-    assert named <= {*hf_offload.__all__, "lm_eval"}
 
 
 def test_blocks_have_a_language() -> None:
