@@ -131,13 +131,6 @@ def test_the_papers_form_is_that_of_scout() -> None:
 
 
 @torch.inference_mode()
-def test_a_long_context_holds_a_text_again_and_again() -> None:
-    context, part = importlib.import_module("context_attention").Context, 294 - 128
-    keys, once = (context(tiny_model("llama"), prompt(1, 300)[0], [n], 294).known.layers[0].keys for n in (900, 294))
-    torch.testing.assert_close(keys, once[:, :, :part].repeat(1, 1, 5, 1)[:, :, : 900 - 128])
-
-
-@torch.inference_mode()
 def test_recorded_weights_are_those_of_eager_attention() -> None:
     ids = prompt(1, 70)[0]
     want = tiny_model("llama", "eager")(ids, output_attentions=True).attentions[2][0]

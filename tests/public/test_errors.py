@@ -18,25 +18,13 @@ from safetensors.torch import save_file
 from tiny import feed, prefill, prompt, tiny_model
 from transformers import PreTrainedModel
 
-import hf_offload
 from hf_offload import ConstantPredictor, HybridCache
+from hf_offload.policies.registry import POLICIES
 
-POLICIES: dict[str, Any] = {
-    cls.name: cls
-    for cls in (getattr(hf_offload, name) for name in hf_offload.__all__)
-    if isinstance(cls, type) and issubclass(cls, hf_offload.Policy) and cls is not hf_offload.Policy
-}
-OTHERS = {"model", "policy", "knobs", "self"}
-DEFAULTS: dict[tuple[str, str], Any] = {
-    ("full", name): each.default
-    for name, each in inspect.signature(HybridCache.__init__).parameters.items()
-    if name not in OTHERS
-} | {
-    (name, field.name): field.default
-    for name, cls in POLICIES.items()
-    for field in dataclasses.fields(cls)
-    if field.init
-}
+OF_CACHES = [each for each in inspect.signature(HybridCache).parameters.values() if each.kind is each.KEYWORD_ONLY]
+OF_POLICIES = [(name, each) for name, cls in POLICIES.items() for each in dataclasses.fields(cls) if each.init]
+DEFAULTS: dict[tuple[str, str], Any] = {("full", each.name): each.default for each in OF_CACHES}
+DEFAULTS |= {(name, each.name): each.default for name, each in OF_POLICIES}
 """The knobs of caches and policies."""
 NEVER: dict[str, Any] = {
     "nan": math.nan, "-inf": -math.inf, "-1": -1, "2.5": 2.5, "text": "abc", "bytes": b"abc", "list": [1.5],

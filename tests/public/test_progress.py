@@ -78,7 +78,9 @@ def test_every_prompt_has_a_bar_that_reaches_its_end(model: PreTrainedModel, bar
     """Decode steps and drafts have none; of a model with windows the layers with full attention count."""
     greedy: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     ids = prompt(1, 40)[0].repeat(1, 6)  # text that repeats itself is drafted from the prompt
-    model.generate(ids, past_key_values=shown(model, "scout", budget=256, block_size=16), prompt_lookup_num_tokens=3, **greedy)
+    model.generate(
+        ids, past_key_values=shown(model, "scout", budget=256, block_size=16), prompt_lookup_num_tokens=3, **greedy
+    )
     model.generate(prompt(1, TOKENS)[0], past_key_values=shown(model), prefill_chunk_size=100, **greedy)
     windows, enabled = tiny_model("gemma3"), tiny_model("llama", "sdpa")
     run(windows, shown(windows))
