@@ -8,7 +8,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,8 +184,8 @@ def test_no_garbage_is_collected_while_a_step_is_captured(monkeypatch: pytest.Mo
     cache = graph_cache(model, "full")
 
     def noting(self: CpuRecorder, step: Any) -> Any:
-        garbage = SimpleNamespace()
-        garbage.me, ring = garbage, weakref.ref(garbage)
+        garbage: Any = torch.nn.Module()
+        garbage.me, ring = [garbage], weakref.ref(garbage)
         del garbage
         [[] for _ in range(100_000)]
         output = record(self, step)

@@ -56,14 +56,14 @@ def test_replays_give_the_logits_of_eager_steps(device: str, policy: str, family
     else:
         eager, cache = eager_cache(model, name, **knobs), graph_cache(model, name, auto=True, **knobs)
     with told_of() as told, counted() as count:
-        want, got = (run(model, each, (150, 30), (190, 10), rows=rows) for each in (eager, cache))
+        want, got = (run(model, each, (150, 20), (180, 6), rows=rows) for each in (eager, cache))
     assert not told
     assert torch.equal(got.argmax(-1), want.argmax(-1))
     assert (got - want).abs().max() <= (0 if device == "cpu" else 1e-5 * want.abs().max())
     assert cache.graph._capture is not None
     if device == "cpu":
         assert 1 <= count["record"] <= 2
-        assert count["replay"] >= 35
+        assert count["replay"] >= 21
     mine, other = cache.stats().as_dict(), eager.stats().as_dict()
     for key in ("steps", "recalls", "recall_blocks", "cpu_ratio"):
         assert mine[key] == pytest.approx(other[key])
@@ -172,8 +172,9 @@ LORA = with_modules(
 def draft(model: Any, cache: Any) -> torch.Tensor:
     """Some drafts are right, two are not, in two rounds."""
     ids = prompt(1, 240)[0].clamp(min=3)
+    found = [run(model, cache, (90, 6))]
     cache.activate_past_recording()
-    found = [run(model, cache, (90, 7))]
+    found.append(run(model, cache, (96, 1)))
     with torch.no_grad():
         for first in (97, 104):
             found.append(model(ids[:, first : first + 4], past_key_values=cache, logits_to_keep=4).logits[:, :2])
@@ -265,7 +266,7 @@ ROWS = {
     "gptq": Row(run_for((150, 15)), model=with_modules(GPTQ)),
     "awq": Row(run_for((150, 15)), model=with_modules(AWQ)),
     "liger": Row(run_for((150, 15)), model=with_modules(LIGER, "input_layernorm")),
-    "drafts": Row(draft, 1, knobs={**AHEAD, "synchronous_layers": (0,)}),
+    "drafts": Row(draft, knobs={**AHEAD, "synchronous_layers": (0,)}),
     "drafts, windows": Row(draft, **WINDOWS),
     "a token hidden in a row": Row(hide((0, 170), rows=3), **WINDOWS),
     "tokens hidden": Row(hide((0, 165), (0, 195), rows=1), **WINDOWS),
