@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import common
 import gpu_check
-from gpu import correctness, decoding, models, supervise
+from gpu import correctness, decoding, supervise
 from gpu import model as predicted
 from gpu.operations import OPERATIONS
 from gpu.options import Options
@@ -105,18 +105,6 @@ def test_a_later_call_keeps_what_was_told_of_other_parts(tmp_path: Path) -> None
     assert [len(results.table(part)) for part in ("one", "two", "six")] == [1, 1, 1]
 
 
-@pytest.mark.slow
-def test_a_suite_that_is_ended_has_told_of_the_tests_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "test_some.py").write_text(
-        "import time\n\ndef test_right(): pass\ndef test_wrong(): assert False\ndef test_hangs(): time.sleep(600)\n"
-    )
-    (tmp_path / "test_broken.py").write_text("import a_module_that_nobody_has\n")
-    monkeypatch.setattr(correctness, "_plugins", lambda workers: [])
-    row, text = correctness.run_tests(correctness.Suite([str(tmp_path)]), 40)
-    assert (row["status"], row["passed"], row["failed"]) == ("ended", 1, 1)
-    assert "test_wrong FAILED" in text
-
-
 def test_what_a_suite_has_started_ends_with_it() -> None:
     inner = "import subprocess; a = subprocess.Popen(['sleep', '600']); print(a.pid); a.wait()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-Ssuc', {inner!r}])"
@@ -128,22 +116,6 @@ def test_what_a_suite_has_started_ends_with_it() -> None:
         assert process.stdout.readline()
         correctness.end(process)
         assert process.stdout.read() == ""  # nobody is left who could write
-
-
-@pytest.mark.parametrize("name", ["scout", "full-resident"])
-def test_a_cache_is_filled_and_grows_no_more(name: str) -> None:
-    """A pool that is short of blocks pins a quarter more, which takes seconds and has a graph captured anew."""
-    model, block, context = models.build(QUICK), 8, 1024
-    tokens = decoding.filled_tokens(context, block)
-    assert (tokens + 3) % block == 0  # what closes a block is compiled before steps count
-    kv = models.random_kv(QUICK, 2, 16, tokens - models.PROMPT)
-    with torch.no_grad():
-        cache = models.fill(QUICK, model, decoding.make_row(QUICK, name, None, block, context), 3, kv)
-        sizes = []
-        for _ in range(2 * block):
-            model(input_ids=torch.tensor([[5]] * 3), past_key_values=cache)
-            sizes.append([(len(x.store.pool.block_ptr), x.store.table.shape[1]) for x in cache.layers])
-    assert sizes == [sizes[0]] * len(sizes)
 
 
 def test_scripts_drift_and_miss_as_they_are_told() -> None:

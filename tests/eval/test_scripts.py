@@ -237,17 +237,6 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (result.exit_code, "nonesuch" in result.output, option in told) == (2, True, True), (script, option)
 
 
-@torch.inference_mode()
-def test_what_a_row_takes_over_is_as_if_it_had_read_itself() -> None:
-    answers = importlib.import_module("tasks.answers")
-    model, ids, chosen = tiny_model("llama"), prompt(1, 150)[0], common.row_of("hgca:window=32,block_size=8")
-    cache, logits = answers.Reading(model, ids).start(chosen, 150)
-    mine = chosen.make_cache(model)
-    assert torch.equal(logits, common.prefill(model, mine, ids))
-    found = [model(ids[:, :1], past_key_values=each).logits for each in (cache, mine)]
-    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
-
-
 def test_a_long_prompt_loses_its_middle_and_keeps_its_frame() -> None:
     prompts, samples = importlib.import_module("tasks.prompts"), importlib.import_module("tasks.samples")
     model, tokenizer = common.load()

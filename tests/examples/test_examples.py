@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import typer
+from letters import letters
+from tiny import tiny_model
 from typer.testing import CliRunner
 
 import hf_offload
@@ -26,15 +28,25 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def run(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def demo(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A model and its tokenizer: SmolLM2 for tests that are slow, a tiny one for the others."""
+    if request.node.get_closest_marker("slow"):
+        return request.getfixturevalue("smollm2")
+    tokenizer = letters()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
+    return tiny_model("llama", "sdpa"), tokenizer
+
+
+@pytest.fixture
+def run(demo: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Run an example with arguments on the model that is loaded already; returns what it prints."""
-    model, tokenizer = smollm2
+    model, tokenizer = demo
     side = tokenizer.padding_side
 
     def loaded(name: str | None = None, *, attn_implementation: str = "sdpa", **options: Any) -> Any:
         assert name is None
         model.set_attn_implementation(attn_implementation)
-        return smollm2
+        return demo
 
     def run(name: str, *arguments: str) -> str:
         app = typer.Typer()
@@ -50,9 +62,9 @@ def run(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 @pytest.fixture
-def document(smollm2: Any, tmp_path: Path) -> Path:
+def document(demo: Any, tmp_path: Path) -> Path:
     """A file with a short text in which 7482915 is hidden."""
-    text = hf_offload.hide_number(hf_offload.demo_text("documentation"), smollm2[1], tokens=500, question="").content
+    text = hf_offload.hide_number(hf_offload.demo_text("documentation"), demo[1], tokens=500, question="").content
     (tmp_path / "document.txt").write_text(text, encoding="utf-8")
     return tmp_path / "document.txt"
 
@@ -68,12 +80,11 @@ def test_chat_reads_the_document_once(run: Run, document: Path, monkeypatch: pyt
     lines = iter([QUESTION, "Say hello.", ""])
     monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
     output = run("chat", "--file", str(document), "--answer", "16")
-    assert "7482915" in output
     turns = re.findall(r"\[([\d,]+) tokens cached, (\d+) read, (\d+) written", output)
-    (first, read, written), (second, more, _) = [[int(number.replace(",", "")) for number in turn] for turn in turns]
+    (first, read, _), (second, more, _) = [[int(number.replace(",", "")) for number in turn] for turn in turns]
     assert first > 400
-    assert second >= first + read + written - 3  # the last token was not fed, and the end of a turn may differ
-    assert max(read, more) < 60
+    assert second >= first + len(QUESTION)
+    assert max(read, more) < len(QUESTION) + 20
 
 
 @pytest.mark.slow
@@ -116,8 +127,8 @@ def test_a_batch_is_summarised(run: Run, document: Path, tmp_path: Path) -> None
     assert "Mathilda" in summaries[1][2]
 
 
-def test_a_pipeline_finds_the_number(run: Run) -> None:
-    assert run("text_pipeline", "--tokens", "500").endswith("\nfound\n")
+def test_a_pipeline_is_asked_for_the_number(run: Run) -> None:
+    assert re.match(r"hidden in \d+ tokens: 7482915\nanswer: ", run("text_pipeline", "--tokens", "500"))
 
 
 def test_a_hybrid_model_holds_what_grows(run: Run) -> None:
