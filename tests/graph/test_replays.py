@@ -311,6 +311,35 @@ def test_steps_that_are_checked_run_eagerly_and_the_others_are_replayed() -> Non
     assert 0 < stats["missed_mass"] < 1
 
 
+def test_a_step_that_asks_for_hidden_states_keeps_them() -> None:
+    model, ids, kept = llama(), prompt(1, 160)[0], []
+    cache = graph_cache(model, "scout", **SCOUT)
+    run(model, cache, (150, 0))
+    with torch.no_grad():
+        for i in range(150, 160):
+            states = model(ids[:, i : i + 1], past_key_values=cache, output_hidden_states=True).hidden_states
+            kept.append((states[-1], states[-1].clone()))
+    assert all(torch.equal(now, before) for now, before in kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dense"),
+    [("blocks.digests.STATISTICS_TOKENS", 176, False), ("policies.base.DENSE_BYTES", 90_112, "auto")],
+)
+def test_steps_are_full_attention_until_a_length(
+    name: str, value: int, dense: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until there are digests, or as long as that is quicker: here up to the 176th token, of two rows."""
+    monkeypatch.setattr(f"hf_offload.{name}", value)
+    model, knobs = llama(), {**SCOUT, "resident": 256, "dense": dense}
+    caches = eager_cache(model, "scout", **knobs), graph_cache(model, "scout", **knobs), eager_cache(model, "full")
+    want, found, full = (run(model, cache, (150, 40), rows=2) for cache in caches)
+    assert torch.equal(found, want)
+    apart = (found - full).abs().amax((0, 2))
+    assert apart[:25].max() < 1e-4
+    assert apart[27:].min() > 1e-2
+
+
 def test_a_step_with_other_arguments_runs_eagerly_first() -> None:
     """A capture allows no compilation and no new buffers: each kind of step is rehearsed."""
     model, records = llama(), []
