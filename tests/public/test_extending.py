@@ -6,7 +6,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -184,8 +184,7 @@ def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) 
 def zeros(step: Any, dtype: torch.dtype = torch.float32, of: Any = lambda x: x) -> hf_offload.Plan:
     """A partial of zeros, of each of whose tensors something is made."""
     shape = (1, step.query.shape[1], step.store.head_dim)
-    made = of(torch.zeros(shape, dtype=dtype)), of(torch.zeros(shape[:2], dtype=dtype))
-    return hf_offload.Plan((hf_offload.Partial(*made),))
+    return hf_offload.Plan((hf_offload.Partial(*(of(torch.zeros(size, dtype=dtype)) for size in (shape, shape[:2]))),))
 
 
 def attend(step: Any, **knobs: Any) -> hf_offload.Plan:
@@ -232,34 +231,21 @@ def test_a_plan_that_cannot_be_is_refused(llama: PreTrainedModel, method: Any, t
     torch.testing.assert_close(step(llama, cache), want, atol=1e-5, rtol=1e-5)
 
 
-def as_it_is(parts: Any) -> Any:
-    return (part for part in parts)
-
-
-def in_doubles(parts: Any) -> Any:
-    out, lse = (torch.as_tensor(x).double() for x in parts[0])
-    return hf_offload.Partial(out, lse), *parts[1:]
-
-
-def with_strides(parts: Any) -> Any:
-    out, lse = (torch.as_tensor(x) for x in parts[0])
-    return hf_offload.Partial(out.repeat_interleave(2, -1)[..., ::2], lse), *parts[1:]
-
-
-def halved(parts: Any) -> Any:
-    """Twice the same keys, each with half of their weight."""
-    out, lse = (torch.as_tensor(x) for x in parts[0])
-    part = hf_offload.Partial(out, lse - math.log(2))
-    return part, part, *parts[1:]
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]] = {
+    "doubles": lambda out, lse: [(out.double(), lse.double())],
+    "strides": lambda out, lse: [(out.repeat_interleave(2, -1)[..., ::2], lse)],
+    "twice, with half the weight": lambda out, lse: [(out, lse - math.log(2))] * 2,
+}
 
 
 @tiers
-@pytest.mark.parametrize("form", [as_it_is, in_doubles, with_strides, halved])
-def test_partials_of_other_forms_count_alike(llama: PreTrainedModel, method: Any, tier: str, form: Any) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_partials_of_other_forms_count_alike(llama: PreTrainedModel, method: Any, tier: str, form: str) -> None:
     def formed(step: Any) -> hf_offload.Plan:
-        parts = whole(step).partials
+        first, *others = whole(step).partials
         step.begin()
-        return hf_offload.Plan(form(parts))
+        parts = (hf_offload.Partial(*made) for made in FORMS[form](*map(torch.as_tensor, first)))
+        return hf_offload.Plan(part for part in (*parts, *others))  # type: ignore[arg-type]
 
     got, want = (step(llama, filled(llama, varied(method, plan=make), tier)) for make in (formed, whole))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
