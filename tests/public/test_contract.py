@@ -304,7 +304,7 @@ def test_an_emptied_cache_has_room_for_another_text(both: Pair, kind: str) -> No
         another.feed(text(rows, 50, seed=9))
         another.go_on()
     both.mine.reset()
-    assert (both.mine.batch_size, both.mine.is_initialized) == (-1, False)
+    assert (both.mine.batch_size, both.mine.is_initialized, both.mine.layers[0].keys) == (-1, False, None)
 
 
 # --- elsewhere and back -----------------------------------------------------------------------------------------------
