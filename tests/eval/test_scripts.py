@@ -16,6 +16,7 @@ from tiny import prompt, tiny_model
 from typer.testing import CliRunner
 
 import common
+import hf_offload
 from hf_offload import Scout
 from hf_offload.tools import assets
 
@@ -26,7 +27,10 @@ WINDOW = "window:budget=64,sinks=8,block_size=8"
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are tiny, texts are random tokens, tokens are letters."""
+    """Models are tiny, texts are code, which is found at once, or random tokens; tokens are letters."""
+    code = assets.demo_text("code")
+    for module in (assets, hf_offload):
+        monkeypatch.setattr(module, "demo_text", lambda kind: code)
     tokenizer = letters()
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
     monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), tokenizer))

@@ -28,10 +28,12 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def demo(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A model and its tokenizer: SmolLM2 for tests that are slow, a tiny one for the others."""
+def demo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A model and its tokenizer: SmolLM2 for tests that are slow; for the others a tiny one, and a text at hand."""
     if request.node.get_closest_marker("slow"):
         return request.getfixturevalue("smollm2")
+    code = hf_offload.demo_text("code")
+    monkeypatch.setattr(hf_offload, "demo_text", lambda kind: code)
     tokenizer = letters()
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
     return tiny_model("llama", "sdpa"), tokenizer

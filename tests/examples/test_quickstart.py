@@ -21,7 +21,9 @@ def run(*arguments: str):
 def tiny(monkeypatch):
     """A tiny random model in place of SmolLM2; its prompts are of 600 characters."""
     model, tokenizer = tiny_model("llama", "sdpa"), letters()
+    code = hf_offload.demo_text("code")
     monkeypatch.setattr(hf_offload, "load_demo_model", lambda name, dtype: (model, tokenizer))
+    monkeypatch.setattr(hf_offload, "demo_text", lambda kind: code)
     return "--tokens", "600", "--budget", "256"
 
 
