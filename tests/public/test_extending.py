@@ -131,11 +131,8 @@ def step(llama: PreTrainedModel, cache: HybridCache, count: int = 1) -> torch.Te
 
 
 def test_states_that_cannot_be_are_refused(llama: PreTrainedModel, method: Any) -> None:
-    class Heads(hf_offload.LayerState):
-        def tensors(self) -> dict[str, torch.Tensor]:
-            return {"worth": torch.zeros(4)}
-
-    cache = filled(llama, varied(method, new_state=lambda layer: Heads(), plan=whole), "one", 50)
+    heads = type("Heads", (hf_offload.LayerState,), {"tensors": lambda self: {"worth": torch.zeros(4)}})
+    cache = filled(llama, varied(method, new_state=lambda layer: heads(), plan=whole), "one", 50)
     with pytest.raises(ValueError, match=r"Heads.tensors gives 'worth' of shape \[4\] for 1 rows"):
         cache.batch_repeat_interleave(2)
     assert torch.equal(*(step(llama, one, 10) for one in (cache, filled(llama, "full", "one", 50))))
@@ -163,14 +160,12 @@ def test_the_former_name_of_a_states_wait_is_called() -> None:
 
 
 def test_reset_helps_whatever_a_state_does(llama: PreTrainedModel, method: Any) -> None:
-    class Sour(hf_offload.LayerState):
-        def wait(self) -> None:
-            raise ArithmeticError("no luck")
+    def sour(state: Any) -> None:
+        raise ArithmeticError("no luck")
 
-    states = iter([Sour()])
-    cache = filled(
-        llama, varied(method, new_state=lambda layer: next(states, hf_offload.LayerState()), plan=whole), "one", 50
-    )
+    states = iter([type("Sour", (hf_offload.LayerState,), {"wait": sour})()])
+    new_state = lambda layer: next(states, hf_offload.LayerState())  # noqa: E731
+    cache = filled(llama, varied(method, new_state=new_state, plan=whole), "one", 50)
     with pytest.raises(ArithmeticError):
         cache.drain()
     cache.reset()
@@ -397,19 +392,13 @@ def test_a_placement_of_all_blocks_is_one(llama: PreTrainedModel, resident: int)
     )
 
 
-def test_pairs_of_an_earlier_draw_are_refused(llama: PreTrainedModel) -> None:
-    @dataclass(frozen=True)
-    class Twice(hf_offload.Policy):
-        name = "twice"
-        requirements = hf_offload.Requirements(digest="submean", digest_memory="host", leaves_out=True)
+def test_pairs_of_an_earlier_draw_are_refused(llama: PreTrainedModel, method: Any) -> None:
+    def twice(policy: Any, step: Any) -> hf_offload.Plan:
+        first = step.draw("max", 64)
+        step.draw("max", 8)
+        return hf_offload.Plan(step.attend(first))
 
-        def plan(self, step: Any) -> hf_offload.Plan:
-            first = step.draw("max", 64)
-            step.draw("max", 8)
-            return hf_offload.Plan(step.attend(first))
-
-    ids = prompt(1, 301)[0]
-    cache = HybridCache(llama, Twice(), **KNOBS["split"])
-    feed(llama, cache, ids, 0, 300, 300)
+    needs = hf_offload.Requirements(digest="submean", digest_memory="host", leaves_out=True)
+    cache = filled(llama, type("Twice", (method,), {"requirements": needs, "plan": twice})(), "split")
     with pytest.raises(ValueError, match="these pairs are of an earlier draw"):
-        feed(llama, cache, ids, 300, 301)
+        step(llama, cache)
