@@ -10,6 +10,7 @@ from letters import letters
 from tiny import DEVICE, tiny_model
 
 from hf_offload import HybridCache
+from hf_offload.blocks import digests
 
 EXAMPLES = TESTS.parent / "examples"
 TEXT = (
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the ranks here are proc
 
 
 @pytest.mark.slow
-def test_two_ranks_write_what_one_writes_and_keep_half_each(tmp_path: Path) -> None:
+def test_two_ranks_write_what_one_writes_and_keep_half_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 1024)  # as it is in other processes
     model, tokenizer = tiny_model("llama"), letters()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
