@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
+from letters import letters
+from tiny import tiny_model
 from typer.testing import CliRunner
 
 import hf_offload
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "quickstart")
 NOTEBOOK = EXAMPLES / "attention_notebook.ipynb"
 QUESTION = "What is the secret number of the lighthouse keeper? Answer with the number only."
 
@@ -28,15 +28,27 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def run(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def demo(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A model and its tokenizer: SmolLM2 for tests that are slow; for the others a tiny one, and a text at hand."""
+    if request.node.get_closest_marker("slow"):
+        return request.getfixturevalue("smollm2")
+    code = hf_offload.demo_text("code")
+    monkeypatch.setattr(hf_offload, "demo_text", lambda kind: code)
+    tokenizer = letters()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
+    return tiny_model("llama", "sdpa"), tokenizer
+
+
+@pytest.fixture
+def run(demo: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Run an example with arguments on the model that is loaded already; returns what it prints."""
-    model, tokenizer = smollm2
+    model, tokenizer = demo
     side = tokenizer.padding_side
 
     def loaded(name: str | None = None, *, attn_implementation: str = "sdpa", **options: Any) -> Any:
         assert name is None
         model.set_attn_implementation(attn_implementation)
-        return smollm2
+        return demo
 
     def run(name: str, *arguments: str) -> str:
         app = typer.Typer()
@@ -52,32 +64,29 @@ def run(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 @pytest.fixture
-def document(smollm2: Any, tmp_path: Path) -> Path:
+def document(demo: Any, tmp_path: Path) -> Path:
     """A file with a short text in which 7482915 is hidden."""
-    text = hf_offload.hide_number(hf_offload.demo_text("documentation"), smollm2[1], tokens=500, question="").content
+    text = hf_offload.hide_number(hf_offload.demo_text("documentation"), demo[1], tokens=500, question="").content
     (tmp_path / "document.txt").write_text(text, encoding="utf-8")
     return tmp_path / "document.txt"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
-    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 60
-    assert re.match(rf'"""[A-Z].*\n\n(    .*\n)*    (python|torchrun .*) examples/{name}\.py\n', text)
-    assert not re.search(r"hf_offload import|import hf_offload\.(?!lm_eval)", text)
-    assert set(re.findall(r"hf_offload\.(\w+)", text)) <= {*hf_offload.__all__, "lm_eval"}
+def test_an_example_is_short_and_says_how_it_is_run() -> None:
+    for name in (path.stem for path in EXAMPLES.glob("*.py") if path.stem != "quickstart"):
+        text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 60
+        assert re.match(rf'"""[A-Z].*\n\n(    .*\n)*    (python|torchrun .*) examples/{name}\.py\n', text), name
 
 
 def test_chat_reads_the_document_once(run: Run, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter([QUESTION, "Say hello.", ""])
     monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
     output = run("chat", "--file", str(document), "--answer", "16")
-    assert "7482915" in output
     turns = re.findall(r"\[([\d,]+) tokens cached, (\d+) read, (\d+) written", output)
-    (first, read, written), (second, more, _) = [[int(number.replace(",", "")) for number in turn] for turn in turns]
+    (first, read, _), (second, more, _) = [[int(number.replace(",", "")) for number in turn] for turn in turns]
     assert first > 400
-    assert second >= first + read + written - 3  # the last token was not fed, and the end of a turn may differ
-    assert max(read, more) < 60
+    assert second >= first + len(QUESTION)
+    assert max(read, more) < len(QUESTION) + 20
 
 
 @pytest.mark.slow
@@ -120,8 +129,8 @@ def test_a_batch_is_summarised(run: Run, document: Path, tmp_path: Path) -> None
     assert "Mathilda" in summaries[1][2]
 
 
-def test_a_pipeline_finds_the_number(run: Run) -> None:
-    assert run("text_pipeline", "--tokens", "500").endswith("\nfound\n")
+def test_a_pipeline_is_asked_for_the_number(run: Run) -> None:
+    assert re.match(r"hidden in \d+ tokens: 7482915\nanswer: ", run("text_pipeline", "--tokens", "500"))
 
 
 def test_a_hybrid_model_holds_what_grows(run: Run) -> None:
@@ -143,57 +152,27 @@ def test_lm_eval_scores_the_capitals(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert re.search(r"scout: \d+ decode steps in 2 caches", output)
 
 
-def cells() -> list[dict[str, Any]]:
-    """The notebook's cells with code."""
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
 def test_the_notebook_is_committed_with_its_plots() -> None:
     assert NOTEBOOK.stat().st_size < 300_000
-    assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
-    outputs = [output for cell in cells() for output in cell["outputs"]]
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} <= {"display_data", "stream"}
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     assert not [output for output in outputs if output.get("name") == "stderr"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("run")  # the model that is loaded already
-def test_the_notebook_on_a_short_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    plt = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib: pip install hf-offload[demo]")
-    plt.switch_backend("Agg")
-    shown: list[str] = []
-    monkeypatch.setattr(plt, "show", lambda: shown.append(plt.gca().get_title()) or plt.close("all"))
-    small = {
-        "TOKENS, STEPS = 1_900, 64": "TOKENS, STEPS = 300, 4",
-        "BUDGETS = (256, 512, 1024)": "BUDGETS = (256,)",
-        "BETAS = (16, 4, 1)": "BETAS = (1,)",
-    }
-    code = "\n".join("".join(cell["source"]) for cell in cells())
-    for default, quick in small.items():
-        assert default in code
-        code = code.replace(default, quick)
-    grad = torch.is_grad_enabled()
-    try:
-        exec(compile(code, NOTEBOOK.name, "exec"), {"__name__": "__main__"})
-    finally:
-        torch.set_grad_enabled(grad)
-    assert len(shown) == 3
-    output = capsys.readouterr().out
-    assert "next token: '2' - the number is 7482915" in output
-    assert re.search(r" scout: \d+ of \d+ blocks, .* sees the number", output)
-    losses = re.findall(r"^ *(\w+): (\d\.\d{4}) with \d+ tokens$", output, re.M)
-    assert [policy for policy, _ in losses] == ["scout", "quest", "hgca", "window"]
-    assert all(0 <= float(loss) < 1 for _, loss in losses)
-
-
-@pytest.mark.slow
-def test_the_notebook_as_it_stands(smollm2: Any) -> None:
+def test_the_notebook_as_it_stands() -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install hf-offload[dev]")
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=900, kernel_name="python3").execute()
     said = "".join(out["text"] for cell in notebook.cells for out in cell.get("outputs", []) if out.get("text"))
-    assert re.search(r"scout: .* sees the number", said)
+    assert "next token: '2' - the number is 7482915" in said
+    assert re.search(r"scout: \d+ of \d+ blocks, .* sees the number", said)
     assert re.search(r"window: .* misses the number", said)
+    losses = re.findall(r"^ *(\w+): (\d\.\d{4}) with \d+ tokens$", said, re.M)
+    assert {policy for policy, _ in losses} == {"scout", "quest", "hgca", "window"}
+    assert all(0 <= float(loss) < 1 for _, loss in losses)

@@ -21,45 +21,30 @@ def run(*arguments: str):
 def tiny(monkeypatch):
     """A tiny random model in place of SmolLM2; its prompts are of 600 characters."""
     model, tokenizer = tiny_model("llama", "sdpa"), letters()
+    code = hf_offload.demo_text("code")
     monkeypatch.setattr(hf_offload, "load_demo_model", lambda name, dtype: (model, tokenizer))
+    monkeypatch.setattr(hf_offload, "demo_text", lambda kind: code)
     return "--tokens", "600", "--budget", "256"
 
 
 @pytest.fixture
 def answers(monkeypatch):
     """What each way says, by its name."""
-    said = dict.fromkeys(("DynamicCache", "scout", "scout, fast_linear"), "It is 7482915.")
+    said = dict.fromkeys(("DynamicCache", "scout", "scout, fast_linear", "scout, split"), "It is 7482915.")
     monkeypatch.setattr(quickstart.Way, "answer", lambda way, *_: said[way.name])
     return said
 
 
-def test_it_shows_what_each_way_takes(tiny, answers):
-    result = run(*tiny)
+def test_it_shows_what_each_way_takes(tiny, answers, tmp_path):
+    result = run(*tiny, "--split", "--csv", str(tmp_path / "new" / "demo.csv"))
     assert result.exit_code == 0, result.output
-    assert "loaded SmolLM2" in result.output
-    assert "earlier run" in result.output or "later runs" in result.output
-    assert "one prefill, by HybridCache, serves all columns" in result.output
-    assert result.output.count("It is 7482915.") == 3
-    assert result.output.count("yes") == 3
-    assert result.output.count("█ ") + result.output.count("ms a token") >= 4
-    assert "split" not in result.output
-
-
-@pytest.mark.parametrize("missing", ["scout", "DynamicCache"])
-def test_it_fails_where_full_attention_finds_the_number_and_the_policy_does_not(tiny, answers, missing):
-    answers[missing] = "I do not know."
-    result = run(*tiny)
-    assert result.exit_code == (1 if missing == "scout" else 0)
-    assert ("Full attention finds the number, scout does not." in result.output) == (missing == "scout")
-
-
-def test_figures_go_to_a_csv(tiny, tmp_path):
-    result = run(*tiny, "--csv", str(tmp_path / "new" / "demo.csv"))
-    assert result.exit_code == 0, result.output
+    for text in ("loaded SmolLM2", "one prefill, by HybridCache, serves all columns", "scout, split", "as a GPU would"):
+        assert text in result.output
+    assert result.output.count("It is 7482915.") == result.output.count("yes") == 4
     with (tmp_path / "new" / "demo.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["way"] for row in rows] == ["DynamicCache", "scout", "scout, fast_linear"]
-    full, sparse, _ = rows
+    assert [row["way"] for row in rows] == [*answers]
+    full, sparse, *_ = rows
     assert all(float(row["p20"]) <= float(row["p50"]) <= float(row["p80"]) for row in rows)
     assert full["prefill_s"] == sparse["prefill_s"]
     tokens = int(full["context"]) + quickstart.NEW_TOKENS  # and those that were decoded
@@ -69,11 +54,12 @@ def test_figures_go_to_a_csv(tiny, tmp_path):
     assert {"commit", "cpu", "threads", "omp_wait_policy", "torch", "transformers"} <= full.keys()
 
 
-def test_two_memories_are_imitated_when_asked_for(tiny):
-    result = run(*tiny, "--split")
-    assert result.exit_code == 0, result.output
-    assert "scout, split" in result.output
-    assert "as a GPU would" in result.output
+@pytest.mark.parametrize("missing", ["scout", "DynamicCache"])
+def test_it_fails_where_full_attention_finds_the_number_and_the_policy_does_not(tiny, answers, missing):
+    answers[missing] = "I do not know."
+    result = run(*tiny)
+    assert result.exit_code == (1 if missing == "scout" else 0)
+    assert ("Full attention finds the number, scout does not." in result.output) == (missing == "scout")
 
 
 def test_a_policy_of_ones_own_choice(tiny):
@@ -94,31 +80,6 @@ def test_a_question_of_ones_own(tiny, tmp_path):
     result = run("--file", str(file), "--question", "What is the cat called?", "--budget", "256")
     assert result.exit_code == 0, result.output
     assert "number" not in result.output
-
-
-@pytest.fixture
-def loaded(smollm2, monkeypatch):
-    """The quickstart uses the model that is loaded already; its attention is put back afterwards."""
-    model, tokenizer = smollm2
-    monkeypatch.setattr(hf_offload, "load_demo_model", lambda name, dtype: (model, tokenizer))
-    yield
-    model.set_attn_implementation("sdpa")
-
-
-def test_smollm2_finds_the_number_in_a_short_prompt(loaded, monkeypatch):
-    monkeypatch.setattr(quickstart, "NEW_TOKENS", 24)
-    result = run("--tokens", "400", "--budget", "256")
-    assert result.exit_code == 0, result.output
-    assert result.output.count("yes") == 3
-
-
-@pytest.mark.slow
-def test_smollm2_answers_a_question_of_ones_own(loaded, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("The cat is called Mathilda. " + "It sleeps all day. " * 40)
-    result = run("--file", str(file), "--question", "What is the cat called?", "--budget", "256")
-    assert result.exit_code == 0, result.output
-    assert result.output.count("Mathilda") >= 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What newer versions of Transformers brought: layers of different sizes, a model's own drafts, paged caches."""
+"""What newer versions of Transformers brought: layers of different sizes, a model's own drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DEVICE, ONE_MEMORY, SIZES, prompt, spread_weights, tiny_model
+from tiny import DEVICE, ONE_MEMORY, SIZES, prompt, spread_weights
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-import hf_offload
 from hf_offload import HybridCache
 from hf_offload.tools.plan import shape_of
 
@@ -105,29 +104,12 @@ def test_drafts_by_a_models_own_layers(policy: str, tier: str, monkeypatch: pyte
 
     monkeypatch.setattr(MtpModel, "from_pretrained", staticmethod(drafter))
     ids, knobs = prompt(1, 90)[0].clamp(min=3), {"max_new_tokens": 20, "do_sample": False}
-    options = {**SCOUT, "budget": 48, **TIERS[tier], "lookahead": "off"} if policy == "scout" else {
-        "block_size": 8, **ONE_MEMORY, **({"tier": "split", "resident": 64} if tier == "split" else {}),
-    }  # fmt: skip
+    options: dict[str, Any] = {
+        "block_size": 8,
+        **({"tier": "split", "resident": 64} if tier == "split" else ONE_MEMORY),
+    }
+    options |= {**SCOUT, "budget": 48, "lookahead": "off"} if policy == "scout" else {}
     want = model.generate(ids, past_key_values=HybridCache(model, policy, **options), **knobs)
     cache = HybridCache(model, policy, **options)
     assert torch.equal(model.generate(ids, past_key_values=cache, use_mtp=True, **knobs), want)
     assert cache.settings.drafts.recording
-
-
-# --- paged caches -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_paged_caches_are_refused_by_transformers(enabled: bool) -> None:
-    """Continuous batching has a cache of its own; Transformers refuses it with a custom attention function."""
-    model, ids = tiny_model("llama"), prompt(1, 40)[0]
-    if enabled:
-        hf_offload.enable(model, "full", **ONE_MEMORY)
-    config = GenerationConfig(max_new_tokens=4, do_sample=False)
-    for attempt in (
-        lambda: model.generate(ids, max_new_tokens=4, cache_implementation="paged"),
-        lambda: model.generate_batch([ids[0].tolist()], generation_config=config, progress_bar=False),
-    ):
-        with pytest.raises(ValueError, match=r"hybrid_sparse.* is not supported"):
-            attempt()
-    assert model.config._attn_implementation == "hybrid_sparse"

@@ -13,19 +13,10 @@ from . import attention, host
 from .streams import current_stream, wait_here
 from .tensor import OnDevice, dressed, room
 
-_WAITING = frozenset(
-    (
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "equal",
-        "allclose",
-        "is_nonzero",
-        "bincount",
-    )
-)
+_WAITING = {
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "allclose", "is_nonzero",
+    "bincount",
+}  # fmt: skip
 """Operators whose result, or its shape, the host asks for."""
 _MIXING = frozenset(("index", "index_put_", "index_put", "_index_put_impl_"))
 """Operators on the device that take indices from the CPU, and wait to have them there."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -93,18 +92,14 @@ class Stream:
 class Event:
     """A place in a stream."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.stream: Stream | None = None
         self.graph: Graph | None = None
-        self.mark, self.time = 0, [0.0]
+        self.mark = 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current_stream()
-        self.graph = self.stream.graph
-        self.time = taken = [0.0]
-        if self.graph is None:
-            self.stream.give(lambda: taken.__setitem__(0, time.perf_counter()))
-            self.mark = self.stream.given
+        self.graph, self.mark = self.stream.graph, self.stream.given
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -122,9 +117,6 @@ class Event:
         self.stream.drain(self.stream.done + 1)
         return self.stream.done >= self.mark
 
-    def elapsed_time(self, end: Event) -> float:
-        return (end.time[0] - self.time[0]) * 1e3
-
 
 class Graph:
     """`torch.cuda.CUDAGraph`."""
@@ -141,23 +133,18 @@ class Graph:
         self.calls.clear()
 
 
-class capture:
+@contextlib.contextmanager
+def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     """`torch.cuda.graph`."""
-
-    def __init__(self, graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> None:
-        self.graph, self.stream = graph, stream or Stream()
-        self._inside: Any = None
-
-    def __enter__(self) -> None:
-        synchronize()
-        self._inside = use(self.stream)
-        self._inside.__enter__()
-        self.stream.graph, self.graph.streams = self.graph, {self.stream}
-
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        for stream in self.graph.streams:
-            stream.graph = None
-        self._inside.__exit__(kind, *rest)
+    synchronize()
+    stream = stream or Stream()
+    stream.graph, graph.streams = graph, {stream}
+    try:
+        with use(stream):
+            yield
+    finally:
+        for each in graph.streams:
+            each.graph = None
 
 
 _DEFAULT = Stream()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import dataclasses
 import inspect
 import re
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,6 +17,8 @@ from unittest.mock import patch
 import pytest
 import typer
 import yaml
+from letters import letters
+from tiny import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import drawings
@@ -26,17 +26,12 @@ import hf_offload
 import hf_offload.cli
 from common import command
 from hf_offload import HybridCache
-from hf_offload.policies import registry
+from hf_offload.policies.registry import POLICIES
 
 ROOT = Path(__file__).parent.parent.parent
 OF_THE_CODE = {"architecture.md", "design-notes.md", "design-notes-methods.md"}
 GUIDE = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in OF_THE_CODE]
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *GUIDE)}
-POLICIES = {
-    cls.name: cls
-    for cls in (getattr(hf_offload, name) for name in hf_offload.__all__)
-    if isinstance(cls, type) and issubclass(cls, hf_offload.Policy) and cls is not hf_offload.Policy
-}
 
 
 def name_of(page: Path) -> str:
@@ -50,11 +45,10 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 class Block(NamedTuple):
     """A fenced block of a page."""
 
-    page: Path
     line: int
     language: str
     marked: bool
-    """Whether the comment `<!--no-run: gpu-->` or `<!--no-run: hub-->` stands above: it is parsed, not run."""
+    """Whether the comment `<!--no-run: gpu-->` or `<!--no-run: hub-->` stands above."""
     text: str
 
 
@@ -63,37 +57,26 @@ def blocks(page: Path) -> list[Block]:
     text = PAGES[page]
     fence = re.compile(r"^(<!--no-run: (?:gpu|hub)-->\n)?( *)```(\w*)\n(.*?)^ *```$", re.M | re.DOTALL)
     return [
-        Block(page, text.count("\n", 0, found.start(4)) + 1, found[3], bool(found[1]), found[4])
+        Block(text.count("\n", 0, found.start(4)) + 1, found[3], bool(found[1]), found[4])
         for found in fence.finditer(text)
     ]
 
 
-PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
-CODE_PAGES = list(dict.fromkeys(block.page for block in PYTHON if not block.marked))
+RUN = {page: [block for block in blocks(page) if block.language == "python" and not block.marked] for page in PAGES}
+CASES = [
+    ("README.md", "tiny"),
+    *(pytest.param(name_of(page), "smollm2", marks=pytest.mark.slow) for page in RUN if RUN[page]),
+]
 
 
 @pytest.fixture(scope="module")
-def few_layers(
-    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2 with 4 of its 30 layers: what it answers is of no interest, and blocks take a seventh of the time."""
-    whole, tokenizer = smollm2
-    config = copy.deepcopy(whole.config)
-    config.num_hidden_layers = 4
-    model = type(whole)(config).eval()
-    model.load_state_dict(whole.state_dict(), strict=False)
-    model.generation_config = copy.deepcopy(whole.generation_config)
-    return model, tokenizer
+def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return tiny_model("llama", "sdpa"), letters()
 
 
-@pytest.mark.parametrize("size", ["few_layers", pytest.param("smollm2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.slow) for page in CODE_PAGES],
-    ids=name_of,
-)
+@pytest.mark.parametrize(("page", "size"), CASES)
 def test_blocks_run(
-    page: Path, size: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: str, size: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In their order and in one namespace, as a reader who copies them would; the model's file is read once."""
     model, tokenizer = request.getfixturevalue(size)
@@ -110,30 +93,14 @@ def test_blocks_run(
     monkeypatch.setitem(sys.modules, "__main__", module)
     monkeypatch.chdir(tmp_path)
     try:
-        with patch.dict(registry.POLICIES):  # a page makes one of its own known
-            for block in blocks(page):
-                if block.language == "python" and not block.marked:
-                    code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
-                    exec(compile(code, str(page), "exec"), module.__dict__)
+        with patch.dict(POLICIES):  # a page makes one of its own known
+            for block in RUN[ROOT / page]:
+                code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+                exec(compile(code, page, "exec"), module.__dict__)
     finally:
         with contextlib.suppress(ValueError):  # no block has enabled it
             hf_offload.disable(model)
         model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{name_of(block.page)}:{block.line}")
-def test_blocks_name_what_is_public(block: Block) -> None:
-    named = set()
-    for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_offload":
-            named.add(node.attr)
-        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "hf_offload":
-            if block.page.name != "extending.md":  # which shows what a part of the package is made of
-                assert node.module == "hf_offload"
-                named |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            assert not [alias.name for alias in node.names if re.match(r"hf_offload\.(?!lm_eval$)", alias.name)]
-    assert named <= {*hf_offload.__all__, "lm_eval"}
 
 
 def test_blocks_have_a_language() -> None:
@@ -152,20 +119,13 @@ def test_make_targets_exist() -> None:
     assert named <= rules
 
 
-def commands() -> set[tuple[str, str]]:
-    """Scripts and commands that the pages name, each with one of the options that stand behind it."""
-    found = set()
-    for text in PAGES.values():
-        joined = text.replace("\\\n", "")
-        for name, rest in re.findall(
-            r"((?:eval|examples)/[a-z]\w+\.py|hf-offload (?:store )?[\w-]+)([^`\n#|]*)", joined
-        ):
-            found |= {(name, option) for option in ("--help", *re.findall(r"(?<= )--[a-z-]+", rest))}
-    return found
-
-
 def test_commands_and_options_exist() -> None:
-    named = commands()
+    """Scripts and commands that the pages name, each with the options that stand behind it."""
+    named = set()
+    for text in PAGES.values():
+        command_lines = r"((?:eval|examples)/[a-z]\w+\.py|hf-offload (?:store )?[\w-]+)([^`\n#|]*)"
+        for name, rest in re.findall(command_lines, text.replace("\\\n", "")):
+            named |= {(name, option) for option in ("--help", *re.findall(r"(?<= )--[a-z-]+", rest))}
     assert len(named) > 40
     known: dict[str, set[str]] = {}
     group = typer.main.get_command(hf_offload.cli.app)
@@ -182,52 +142,46 @@ def test_commands_and_options_exist() -> None:
     assert not [(name, option) for name, option in named if option not in known[name]]
 
 
-def anchors(text: str) -> set[str]:
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @every_page
 def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+    for link in re.findall(r"\]\(([^)]+)\)", prose(page)):
         file, _, anchor = link.partition("#")
         if file.startswith("https:"):
             continue
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
         assert page not in GUIDE or (ROOT / "docs" in target.parents and target.name not in OF_THE_CODE), link
-        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+        assert not anchor or anchor in anchors(target), link
 
 
 @every_page
-def test_tables_are_whole(page: Path) -> None:
-    """A row behind an empty line is no row of a table, and every row has the columns of the first."""
-    lines = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL).split("\n")
-    columns = 0
+def test_tables_and_lists_are_whole(page: Path) -> None:
+    """A row behind an empty line is no row of a table, and every row has the columns of the first.
+
+    Python-Markdown, unlike GitHub, wants an empty line before a list and four spaces before a nested one.
+    """
+    lines, columns = prose(page).split("\n"), 0
+    items = re.compile(r"( *)(?:[-*]|\d+\.) ")
     for before, line, after in zip(["", *lines[:-1]], lines, [*lines[1:], ""], strict=True):
         if line.startswith("|"):
             if not before.startswith("|"):
                 assert re.fullmatch(r"\|([ :-]+\|)+", after), line
                 columns = line.count("|") - line.count("\\|")
             assert line.count("|") - line.count("\\|") == columns, line
-
-
-@every_page
-def test_lists_are_lists_on_the_site_too(page: Path) -> None:
-    """Python-Markdown, unlike GitHub, wants an empty line before a list and four spaces before a nested one."""
-    lines = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL).split("\n")
-    items = re.compile(r"( *)(?:[-*]|\d+\.) ")
-    for before, line in pairwise(lines):
         if page in GUIDE and (found := items.match(line)):
             assert not before.strip() or items.match(before) or before.startswith(" "), line
             assert len(found[1]) % 4 == 0, line
-
-
-def test_the_site_has_every_page() -> None:
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = re.findall(r"[\w/-]+\.md", str(nav))
-    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in GUIDE)
 
 
 @every_page
@@ -236,7 +190,10 @@ def test_no_page_is_long(page: Path) -> None:
     assert len(PAGES[page].encode()) <= limit * 1024
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_site_has_every_page_and_the_reference_every_name() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = re.findall(r"[\w/-]+\.md", str(nav))
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in GUIDE)
     listed = re.findall(r"^::: hf_offload\.(?:enable\.|fast_linear\.)?(\w+)$", PAGES[ROOT / "docs" / "api.md"], re.M)
     assert sorted([*listed, "__version__"]) == sorted(hf_offload.__all__)
 

@@ -15,22 +15,17 @@ import pytest
 import torch
 from forks import in_fork
 from safetensors.torch import save_file
-from tiny import prompt, tiny_model
+from tiny import feed, prefill, prompt, tiny_model
 from transformers import PreTrainedModel
 
-import hf_offload
 from hf_offload import ConstantPredictor, HybridCache
+from hf_offload.policies.registry import POLICIES
 
-POLICIES: dict[str, Any] = {
-    cls.name: cls
-    for cls in (getattr(hf_offload, name) for name in hf_offload.__all__)
-    if isinstance(cls, type) and issubclass(cls, hf_offload.Policy) and cls is not hf_offload.Policy
-}
-OTHERS = {"model", "policy", "knobs", "self"}
-CACHE_KNOBS = [name for name in inspect.signature(HybridCache.__init__).parameters if name not in OTHERS]
-KNOBS = [("full", name) for name in CACHE_KNOBS] + [
-    (policy, field.name) for policy, cls in POLICIES.items() for field in dataclasses.fields(cls) if field.init
-]
+OF_CACHES = [each for each in inspect.signature(HybridCache).parameters.values() if each.kind is each.KEYWORD_ONLY]
+OF_POLICIES = [(name, each) for name, cls in POLICIES.items() for each in dataclasses.fields(cls) if each.init]
+DEFAULTS: dict[tuple[str, str], Any] = {("full", each.name): each.default for each in OF_CACHES}
+DEFAULTS |= {(name, each.name): each.default for name, each in OF_POLICIES}
+"""The knobs of caches and policies."""
 NEVER: dict[str, Any] = {
     "nan": math.nan, "-inf": -math.inf, "-1": -1, "2.5": 2.5, "text": "abc", "bytes": b"abc", "list": [1.5],
     "dict": {"a": 1}, "object": object(), "tensor": torch.ones(3), "10**30": 10**30, "10**5000": 10**5000,
@@ -60,18 +55,12 @@ def make(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:
     return HybridCache(model, policy, **knobs)
 
 
-def default_of(policy: str, knob: str) -> Any:
-    if (policy, knob) in KNOBS and knob in CACHE_KNOBS and policy == "full":
-        return inspect.signature(HybridCache.__init__).parameters[knob].default
-    return next(field.default for field in dataclasses.fields(POLICIES[policy]) if field.name == knob)
-
-
 # --- knobs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "knob"), KNOBS)
+@pytest.mark.parametrize(("policy", "knob"), DEFAULTS)
 def test_a_wrong_value_is_refused_by_name(llama: PreTrainedModel, policy: str, knob: str) -> None:
-    wrong = NEVER | {"a switch or none": 1 if isinstance(default_of(policy, knob), bool) else True}
+    wrong = NEVER | {"a switch or none": 1 if isinstance(DEFAULTS[policy, knob], bool) else True}
     for value in (value for name, value in wrong.items() if name not in MEANT.get((policy, knob), ())):
         with pytest.raises(ValueError, match=rf"{knob}=.*; .+") as caught:
             make(llama, policy, **{knob: value})
@@ -101,8 +90,6 @@ def test_the_message_says_what_is_allowed(llama: PreTrainedModel) -> None:
     ("policy", "knobs"),
     [
         ("scout", {"budget": LARGEST, "place_queries": LARGEST, "recall": LARGEST}),
-        ("quest", {"budget": LARGEST}),
-        ("window", {"budget": LARGEST}),
         ("full", {"prefill_tile": LARGEST, "timeout": 1e6}),
         ("h2o", {"prompt_queries": LARGEST, "heavy": 1, "recent": 1}),
         ("hgca", {"append_queries": LARGEST, "append_run": LARGEST, "prompt_queries": LARGEST, "sinks": LARGEST}),
@@ -112,42 +99,33 @@ def test_the_message_says_what_is_allowed(llama: PreTrainedModel) -> None:
 def test_the_largest_values_serve(llama: PreTrainedModel, policy: str, knobs: dict[str, Any], tier: str) -> None:
     """Who wants everything writes a number that no context reaches."""
     ids, mask = prompt(1, 80)
-    options = {**knobs, "tier": tier, "threads": 2}
-    with torch.no_grad():
-        logits = []
-        for cache in (HybridCache(llama, "full", tier=tier), HybridCache(llama, policy, **options)):
-            llama(ids[:, :70], attention_mask=mask[:, :70], past_key_values=cache)
-            logits.append([llama(ids[:, [t]], past_key_values=cache).logits for t in range(70, 80)])
-    for want, got in zip(*logits, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    want, got = (
+        torch.cat(feed(llama, HybridCache(llama, name, tier=tier, **options), ids, mask, (0, *range(70, 81))), 1)
+        for name, options in (("full", {}), (policy, {**knobs, "threads": 2}))
+    )
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("text", ["abc", "nan", "-1", "inf", "1e9"])
-def test_an_environment_variable_is_named(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("HF_OFFLOAD_DELAY_MS", text)
-    with pytest.raises(
-        ValueError, match=r"HF_OFFLOAD_DELAY_MS=.* is not a number of milliseconds, .*; use a number of at least 0"
-    ):
-        HybridCache(llama)
+def test_an_environment_variable_is_named(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("abc", "nan", "-1", "inf", "1e9"):
+        monkeypatch.setenv("HF_OFFLOAD_DELAY_MS", text)
+        with pytest.raises(ValueError, match=r"HF_OFFLOAD_DELAY_MS=.* is not a .*; use a number of at least 0"):
+            HybridCache(llama)
 
 
 # --- files that are given ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_profile_that_is_none(llama: PreTrainedModel, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    for text in (
         '{"intervals": ' + "[" * 100_000 + "]" * 100_000 + "}", "[" * 100_000, '{"intervals": [1, true]}',
         f'{{"intervals": [{10**30}]}}', '{"intervals": ["1"]}', "\0",
-    ],
-    ids=["nested", "open", "switch", "huge", "text", "zero"],
-)  # fmt: skip
-def test_a_profile_that_is_none(llama: PreTrainedModel, tmp_path: Path, text: str) -> None:
-    file = tmp_path / "profile.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"recall=.*profile\.json' is not a profile .*; write it again") as caught:
-        HybridCache(llama, "scout", recall=file)
-    assert len(str(caught.value)) < 500
+    ):  # fmt: skip
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"recall=.*profile\.json' is not a profile .*; write it again") as caught:
+            HybridCache(llama, "scout", recall=file)
+        assert len(str(caught.value)) < 500
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
@@ -174,11 +152,11 @@ def test_a_predictor_that_is_none(llama: PreTrainedModel, tmp_path: Path) -> Non
         HybridCache(llama, "fluxion", predictor=tmp_path / "none")
 
 
-@pytest.mark.parametrize("knob", [field.name for field in dataclasses.fields(ConstantPredictor)])
-def test_a_constant_predictor_checks_its_values(knob: str) -> None:
-    for name in ("nan", "text", "object", "10**30", "-inf"):
-        with pytest.raises(ValueError, match=rf"{knob}=.*; use"):
-            ConstantPredictor(**{knob: NEVER[name]})
+def test_a_constant_predictor_checks_its_values() -> None:
+    for knob in (field.name for field in dataclasses.fields(ConstantPredictor)):
+        for name in ("nan", "text", "object", "10**30", "-inf"):
+            with pytest.raises(ValueError, match=rf"{knob}=.*; use"):
+                ConstantPredictor(**{knob: NEVER[name]})
     for knob in ("sinks", "local"):
         with pytest.raises(ValueError, match=f"{knob}=-16 is not a number of tokens; use an integer of at least 0"):
             ConstantPredictor(**{knob: -16})
@@ -205,46 +183,27 @@ def test_infinigen_says_that_queries_are_not_finite(llama: PreTrainedModel) -> N
 @pytest.fixture(scope="module")
 def filled(llama: PreTrainedModel) -> HybridCache:
     cache = HybridCache(llama, "full", block_size=16)
-    with torch.no_grad():
-        llama(prompt(2, 900)[0], past_key_values=cache)
+    prefill(llama, cache, *prompt(2, 900))
     return cache
 
 
-def test_a_link_is_followed(llama: PreTrainedModel, filled: HybridCache, tmp_path: Path) -> None:
-    for target in (tmp_path / "disk" / "cache", tmp_path / "other" / "cache"):
-        link = tmp_path / f"link to {target.parent.name}"
-        if target.parent.name == "disk":  # one that dangles, and one to a folder
-            target.mkdir(parents=True)
+def test_a_link_is_followed_and_the_longest_name_serves(
+    llama: PreTrainedModel, filled: HybridCache, tmp_path: Path
+) -> None:
+    (tmp_path / "disk" / "cache").mkdir(parents=True)
+    for name, target in (("to a folder", tmp_path / "disk" / "cache"), ("x" * 255, tmp_path / "none" / "cache")):
+        link = tmp_path / name
         link.symlink_to(target)
         for _ in range(2):
             filled.save(link)
             assert link.readlink() == target
             assert os.listdir(target.parent) == ["cache"]
             assert HybridCache.load(link, llama).get_seq_length() == 900
-    assert sorted(os.listdir(tmp_path)) == ["disk", "link to disk", "link to other", "other"]
+    assert sorted(os.listdir(tmp_path)) == ["disk", "none", "to a folder", "x" * 255]
 
 
-def test_the_longest_name_serves(llama: PreTrainedModel, filled: HybridCache, tmp_path: Path) -> None:
-    filled.save(tmp_path / ("x" * 255))
-    assert HybridCache.load(tmp_path / ("x" * 255), llama).get_seq_length() == filled.get_seq_length()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (".", "no saved cache"),  # other files are in it, one of which has the name of a saved cache's checksums
-        ("cache", "no saved cache"),  # one that somebody has put notes into
-        ("here", "no saved cache"),  # the current folder
-        ("link", r"letter is there and is no saved cache; name a folder of its own"),
-        ("loop", r"loop is a link that leads back to itself.*; name another folder"),
-        ("letter/cache", r"the cache was not saved .*; name a folder that can be written.*letter/cache'"),
-        ("a\0b", "has a NUL or bytes that are no UTF-8; name another folder"),
-        ("\udcff", "has a NUL or bytes that are no UTF-8; name another folder"),
-        ("x" * 300, "name a folder that can be written"),
-    ],
-)
 def test_a_place_that_cannot_be_is_refused_and_left_alone(
-    filled: HybridCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+    filled: HybridCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for file in ("SHA256SUMS", "letter"):
         (tmp_path / file).write_text("kept")
@@ -256,9 +215,19 @@ def test_a_place_that_cannot_be_is_refused_and_left_alone(
     (tmp_path / "cache" / "notes").write_text("kept")
     monkeypatch.chdir(tmp_path / "here")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((ValueError, OSError), match=message):
-        filled.save("." if name == "here" else tmp_path / name)
-    assert sorted(tmp_path.rglob("*")) == before
+    no_name = "has a NUL or bytes that are no UTF-8; name another folder"
+    for name, message in (
+        ("..", "no saved cache"),  # other files are in it, one of which has the name of a saved cache's checksums
+        ("../cache", "no saved cache"),  # one that somebody has put notes into
+        (".", "no saved cache"),
+        ("../link", r"letter is there and is no saved cache; name a folder of its own"),
+        ("../loop", r"loop is a link that leads back to itself.*; name another folder"),
+        ("../letter/cache", r"the cache was not saved .*; name a folder that can be written.*letter/cache'"),
+        ("a\0b", no_name), ("\udcff", no_name), ("x" * 300, "name a folder that can be written"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, OSError), match=message):
+            filled.save(name)
+        assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "letter").read_text() == (tmp_path / "cache" / "notes").read_text() == "kept"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ def serve(model: Any, folder: Path, **options: Any) -> Iterator[TestClient]:
     service = Service(model, tokenizer(), store, "tiny", **{"max_context": CONTEXT, **options})
     with TestClient(service.app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         client.service = service  # type: ignore[attr-defined]
+        service.engine.warmed.result()
         yield client
     service.engine.close()
     store.close()
@@ -67,8 +70,29 @@ def client(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tes
         yield made
 
 
+CHAT = "/v1/chat/completions"
+
+
 def chat(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "any", "messages": [{"role": "user", "content": text}], "max_tokens": 12, **more}
+
+
+def post(client: TestClient, body: dict[str, Any], path: str = CHAT, status: int = 200) -> Any:
+    response = client.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def content(client: TestClient, body: dict[str, Any]) -> str:
+    """What a chat answers."""
+    found: str = post(client, body)["choices"][0]["message"]["content"]
+    return found
+
+
+def counted(client: TestClient, body: dict[str, Any], path: str = CHAT) -> tuple[int, int]:
+    """The tokens of a prompt, and how many of them were found."""
+    usage = post(client, body, path)["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def events(client: TestClient, path: str, body: dict[str, Any]) -> list[str]:
@@ -79,8 +103,8 @@ def events(client: TestClient, path: str, body: dict[str, Any]) -> list[str]:
 
 
 def test_a_chat_is_the_models_own_answer_and_is_found_again(client: TestClient, model: Any) -> None:
-    response = client.post("/v1/chat/completions", json=chat("Tell me a story about a king."))
-    found = ChatCompletion.model_validate(response.json(), strict=True)
+    body = chat("Tell me a story about a king.")
+    found = ChatCompletion.model_validate(post(client, body), strict=True)
     ids = tokenizer()("[user]Tell me a story about a king.\n[assistant]", return_tensors="pt")["input_ids"]
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0,
@@ -91,93 +115,79 @@ def test_a_chat_is_the_models_own_answer_and_is_found_again(client: TestClient, 
     assert (found.model, found.choices[0].finish_reason) == ("any", "length")
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (ids.shape[1], 12)
-    again = client.post("/v1/chat/completions", json=chat("Tell me a story about a king.")).json()
+    again = post(client, body)
     assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": ids.shape[1] - 2}
     assert again["choices"][0]["message"] == {"role": "assistant", "content": text}
 
 
 def test_a_stream_gives_the_same_in_parts(client: TestClient) -> None:
-    whole = client.post("/v1/chat/completions", json=chat("What is a sea?")).json()
-    lines = events(client, "/v1/chat/completions", chat("What is a sea?", stream_options={"include_usage": True}))
+    whole = content(client, chat("What is a sea?"))
+    lines = events(client, CHAT, chat("What is a sea?", stream_options={"include_usage": True}))
     assert lines[-1] == "[DONE]"
     parts = [ChatCompletionChunk.model_validate(json.loads(line), strict=True) for line in lines[:-1]]
     assert parts[0].choices[0].delta.role == "assistant"
-    text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
-    assert text == whole["choices"][0]["message"]["content"]
+    assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]) == whole
     assert parts[-2].choices[0].finish_reason == "length"
     assert parts[-1].choices == []
     assert parts[-1].usage is not None
     assert parts[-1].usage.completion_tokens == 12
-    plain = [json.loads(line) for line in events(client, "/v1/chat/completions", chat("What is a sea?"))[:-1]]
+    plain = [json.loads(line) for line in events(client, CHAT, chat("What is a sea?"))[:-1]]
     assert not any("usage" in part for part in plain)
 
 
 def test_completions(client: TestClient) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 8}
-    found = types.Completion.model_validate(client.post("/v1/completions", json=body).json(), strict=True)
+    path, body = "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 8}
+    found = types.Completion.model_validate(post(client, body, path), strict=True)
     ids = tokenizer()("Once upon a time")["input_ids"]
     for prompt in (["Once upon a time"], ids, [ids]):
-        same = client.post("/v1/completions", json={**body, "prompt": prompt}).json()
+        same = post(client, {**body, "prompt": prompt}, path)
         assert same["choices"][0]["text"] == found.choices[0].text
-    single = client.post("/v1/completions", json={**body, "prompt": "O"}).json()
-    assert (single["usage"]["prompt_tokens"], single["usage"]["completion_tokens"]) == (1, 8)
-    lines = events(client, "/v1/completions", body)
-    parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    usage = post(client, {**body, "prompt": "O"}, path)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (1, 8)
+    parts = [json.loads(line)["choices"][0] for line in events(client, path, body)[:-1]]
     assert "".join(part["text"] for part in parts) == found.choices[0].text
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
 
 
 def test_a_stop_sequence_ends_an_answer(client: TestClient) -> None:
-    whole = client.post("/v1/chat/completions", json=chat("A list of words")).json()["choices"][0]["message"]["content"]
+    whole = content(client, chat("A list of words"))
     stop = whole[4:6]
     body = chat("A list of words", stop=stop)
-    found = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    found = post(client, body)["choices"][0]
     assert found["message"]["content"] == whole[: whole.index(stop)]
     assert found["finish_reason"] == "stop"
-    parts = [json.loads(line) for line in events(client, "/v1/chat/completions", body)[:-1]]
+    parts = [json.loads(line) for line in events(client, CHAT, body)[:-1]]
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == found["message"]["content"]
 
 
 def test_seeds_give_the_same_answer_beside_others(client: TestClient) -> None:
-    def ask(seed: int, found: list[str]) -> None:
-        body = chat("Roll the dice", temperature=1.5, seed=seed, max_tokens=30)
-        found.append(client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+    def ask(seed: int) -> str:
+        return content(client, chat("Roll the dice", temperature=1.5, seed=seed, max_tokens=30))
 
-    alone: list[list[str]] = [[], [], []]
-    for seed, found in enumerate(alone):
-        ask(seed, found)
-    both: list[list[str]] = [[], [], []]
-    threads = [threading.Thread(target=ask, args=(seed, found)) for seed, found in enumerate(both)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert alone == both
-    assert len({found[0] for found in alone}) == 3
+    alone = [ask(seed) for seed in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(ask, range(3))) == alone
+    assert len(set(alone)) == 3
 
 
 def test_a_document_that_was_read_ahead(client: TestClient) -> None:
     system = {"role": "system", "content": "The document. " * 20}
-    first = client.post("/v1/prefixes", json={"messages": [system]}).json()
+    first = post(client, {"messages": [system]}, "/v1/prefixes")
     assert first["object"] == "prefix"
     assert first["cached_tokens"] < 20
     asked = chat("What is it?")
     asked["messages"].insert(0, system)
-    usage = client.post("/v1/chat/completions", json=asked).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == first["tokens"]
-    second = client.post("/v1/prefixes", json={"prompt": "[system]" + system["content"]}).json()
+    assert counted(client, asked)[1] == first["tokens"]
+    second = post(client, {"prompt": "[system]" + system["content"]}, "/v1/prefixes")
     assert second["cached_tokens"] == second["tokens"] - 2
     for prompt in ("messages", '"messages"', ["messages"]):  # a prompt, not messages
-        assert client.post("/v1/prefixes", json={"prompt": prompt, "user": "messages"}).status_code == 200
+        post(client, {"prompt": prompt, "user": "messages"}, "/v1/prefixes")
 
 
-def test_earlier_reasoning_is_handed_to_the_template(client: TestClient) -> None:
+def test_reasoning_parts_tools_and_calls_of_earlier_turns(client: TestClient) -> None:
     messages = [{"role": "assistant", "reasoning_content": "x" * 40, "content": "y"}, {"role": "user", "content": "z"}]
-    usage = client.post("/v1/chat/completions", json=chat("") | {"messages": messages}).json()["usage"]
-    assert usage["prompt_tokens"] == len("[assistant]" + "x" * 40 + "y\n[user]z\n[assistant]")
-
-
-def test_parts_tools_and_calls_of_earlier_turns(client: TestClient) -> None:
+    tokens, _ = counted(client, chat("") | {"messages": messages})
+    assert tokens == len("[assistant]" + "x" * 40 + "y\n[user]z\n[assistant]")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -185,11 +195,10 @@ def test_parts_tools_and_calls_of_earlier_turns(client: TestClient) -> None:
         {"role": "tool", "tool_call_id": "1", "content": "3"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    body = chat("") | {"messages": messages, "tools": tools, "tool_choice": "auto"}
-    with_tools = client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
-    without = client.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).json()["usage"]["prompt_tokens"]
+    body = chat("") | {"messages": messages, "tools": tools}
+    without, _ = counted(client, body | {"tool_choice": "none"})
     assert without == len("[user]one\ntwo\n[assistant]\n[tool]3\n[assistant]")
-    assert with_tools > without
+    assert counted(client, body | {"tool_choice": "auto"})[0] > without
 
 
 def test_models_health_and_metrics(client: TestClient) -> None:
@@ -197,119 +206,85 @@ def test_models_health_and_metrics(client: TestClient) -> None:
     assert [types.Model.model_validate(each).id for each in listed["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json()["max_model_len"] == CONTEXT
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
-    client.post("/v1/chat/completions", json=chat("count me"))
+    post(client, chat("count me"))
     assert client.get("/health").json() == {"status": "ok"}
     text = client.get("/metrics").text
-    numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    numbers = {name: float(value) for name, value in re.findall(r"^hf_offload_(\S+) (\S+)$", text, re.M)}
     assert "# TYPE hf_offload_prompt_tokens_total counter\nhf_offload_prompt_tokens_total " in text
     for name in ("prompt_tokens_total", "cached_tokens_total", "generated_tokens_total", "store_ram_bytes"):
-        assert float(numbers[f"hf_offload_{name}"]) > 0, name
-    assert float(numbers["hf_offload_first_token_seconds_count"]) >= 1
-    assert float(numbers["hf_offload_first_token_seconds_sum"]) > 0
-    assert numbers["hf_offload_chats_running"] == "0"
-    buckets = [
-        int(value) for name, value in numbers.items() if name.startswith("hf_offload_first_token_seconds_bucket")
-    ]
+        assert numbers[name] > 0, name
+    assert numbers["first_token_seconds_sum"] > 0 == numbers["chats_running"]
+    buckets = [value for name, value in numbers.items() if name.startswith("first_token_seconds_bucket")]
     assert buckets == sorted(buckets)
-    assert buckets[-1] == int(numbers["hf_offload_first_token_seconds_count"])
-    assert 'hf_offload_first_token_seconds_bucket{le="+Inf"}' in numbers
+    last = numbers['first_token_seconds_bucket{le="+Inf"}']
+    assert buckets[-1] == last == numbers["first_token_seconds_count"] >= 1
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"generation_config": "{}"}, "generation_config"),
-        ({"prompt": "x"}, "prompt"),
-        ({"tempereature": 1}, "tempereature"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"seed": 1 << 80}, "seed"),
-        ({"stop": 3}, "stop"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"other": 1}}, "stream_options"),
-        ({"logit_bias": {"9999": 1}}, "logit_bias"),
-        ({"tools": ["f"]}, "tools"),
-        ({"messages": []}, "messages"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": [3]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"padding": "max_length", "max_length": 1 << 40}}, "chat_template_kwargs"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"n": True}, "n"),
-        ({"logit_bias": {"5": 1000}}, "logit_bias"),
-        ({"logit_bias": {"-5": 1}}, "logit_bias"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-    ],
-    ids=str,
-)
-def test_what_is_not_honoured_is_refused_by_name(client: TestClient, change: dict[str, Any], param: str) -> None:
-    response = client.post("/v1/chat/completions", json=chat("hello") | change)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert param in error["message"]
+REFUSED: list[dict[str, Any]] = [
+    {"n": 2}, {"n": True}, {"logprobs": True}, {"logprobs": 0}, {"response_format": {"type": "json_object"}},
+    {"generation_config": "{}"}, {"prompt": "x"}, {"tempereature": 1}, {"temperature": -1}, {"temperature": "hot"},
+    {"top_k": 1.5}, {"max_tokens": True}, {"seed": 1 << 80}, {"stop": 3}, {"stop": ["x"] * 17}, {"stream": "yes"},
+    {"stream_options": {"other": 1}}, {"logit_bias": {"9999": 1}}, {"logit_bias": {"5": 1000}},
+    {"logit_bias": {"-5": 1}}, {"tools": ["f"]}, {"tools": [{"type": "web_search"}]}, {"parallel_tool_calls": False},
+    {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"messages": []}, {"messages": "hi"}, {"messages": [3]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    {"chat_template_kwargs": {"tokenize": False}}, {"chat_template_kwargs": {"messages": []}},
+    {"chat_template_kwargs": {"padding": "max_length", "max_length": 1 << 40}},
+]  # fmt: skip
 
 
-def test_values_that_ask_for_nothing_are_taken(client: TestClient) -> None:
-    more = {
+def test_what_is_not_honoured_is_refused_by_name(client: TestClient) -> None:
+    for change in REFUSED:
+        error = post(client, chat("hello") | change, status=400)["error"]
+        (param,) = change
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert param in error["message"]
+    nothing = {
         "n": 1, "logprobs": False, "response_format": {"type": "text"}, "user": "u", "metadata": {}, "seed": None,
         "presence_penalty": 0, "frequency_penalty": 0, "store": False, "prompt_cache_key": "k", "top_k": -1,
     }  # fmt: skip
-    assert client.post("/v1/chat/completions", json=chat("hello", **more)).status_code == 200
+    post(client, chat("hello", **nothing))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/prefixes"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/prefixes"])
 def test_bodies_that_are_none(client: TestClient, path: str) -> None:
-    for content in (b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"prompt": "x", "temperature": NaN}'):
-        response = client.post(path, content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 400, content
+    for body in (b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000, b'{"prompt": "x", "temperature": NaN}'):
+        response = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, body
         assert response.json()["error"]["message"]
     assert client.get(path).status_code == 405
     assert client.get(path).json()["error"]["type"] == "invalid_request_error"
     assert client.get("/nothing").json()["error"]["message"] == "Not Found"
 
 
-def test_a_body_that_is_too_large(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_that_are_too_large(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many errors is refused at once."""
+    for body in ({"prompt": [True] * 500_000}, {"prompt": [[1.5] * 500_000]}, {"prompt": "a", "top_k": 10**400}):
+        assert len(str(post(client, body, "/v1/completions", 400))) < 500
+    post(client, {"messages": [3] * 500_000}, status=400)
     monkeypatch.setattr(serving, "BODY", 1000)
-    response = client.post("/v1/chat/completions", json=chat("x" * 2000))
-    assert response.status_code == 413
-    assert response.json()["error"]["type"] == "invalid_request_error"
-    assert client.post("/v1/chat/completions", json=chat("x" * 10)).status_code == 200
+    assert post(client, chat("x" * 2000), status=413)["error"]["type"] == "invalid_request_error"
+    post(client, chat("x" * 10))
 
 
-def test_an_error_within_an_answer(client: TestClient, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_within_an_answer(client: TestClient, model: Any) -> None:
     """It ends this answer alone, in OpenAI's form, in a stream and not."""
-    engine = client.service.engine  # type: ignore[attr-defined]
-    logits, sizes = engine._logits, list[int]()
+    sizes = list[int]()
 
-    def fail(cache: Any, ids: Any) -> Any:
-        sizes.append(len(ids))
+    def fail(_: Any, args: Any) -> None:
+        sizes.append(args[0].shape[1])
         if sizes.count(1) == 3:
             raise OSError("no more")
-        return logits(cache, ids)
 
-    monkeypatch.setattr(engine, "_logits", fail)
-    lines = events(client, "/v1/chat/completions", chat("An answer that fails"))
-    assert json.loads(lines[-1])["error"] == {"message": "no more", "type": "server_error", "param": None, "code": None}
-    sizes.clear()
-    response = client.post("/v1/chat/completions", json=chat("One more of them"))
-    assert response.status_code == 500
-    assert response.json()["error"]["message"] == "no more"
-    monkeypatch.setattr(engine, "_logits", logits)
-    usage = client.post("/v1/chat/completions", json=chat("One more of them")).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
-    assert not engine.chats
+    told = {"message": "no more", "type": "server_error", "param": None, "code": None}
+    with model.register_forward_pre_hook(fail):
+        assert json.loads(events(client, CHAT, chat("An answer that fails"))[-1])["error"] == told
+        sizes.clear()
+        assert post(client, chat("One more of them"), status=500)["error"] == told
+    tokens, cached = counted(client, chat("One more of them"))
+    assert cached == tokens - 2
+    assert not client.service.engine.chats  # type: ignore[attr-defined]
 
 
 def test_titles_and_tags_push_no_chat_from_the_disk(model: Any, tmp_path: Path) -> None:
@@ -318,25 +293,22 @@ def test_titles_and_tags_push_no_chat_from_the_disk(model: Any, tmp_path: Path) 
     document = "A tale of two cities. " * 30
     with serve(model, tmp_path, max_ram=1, max_bytes=1) as client:  # within one entry
         store = client.service.store  # type: ignore[attr-defined]
-        answer = client.post("/v1/chat/completions", json=chat(document)).json()["choices"][0]["message"]
+        answer = {"role": "assistant", "content": content(client, chat(document))}
         store.flush()
         saved, store._min_seconds = store.saves, LONG  # side calls take less
         for kind in ("title", "tags", "follow-up", "query"):
-            assert client.post("/v1/chat/completions", json=chat(task.format(kind, "Hello " * 9))).status_code == 200
+            post(client, chat(task.format(kind, "Hello " * 9)))
         turn = chat(document)
         turn["messages"] += [answer, {"role": "user", "content": "And now?"}]
-        usage = client.post("/v1/chat/completions", json=turn).json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] > len(document)
+        assert counted(client, turn)[1] > len(document)
         assert (store.saves, store.evictions) == (saved, 0)
 
 
 def test_a_prompt_that_is_too_long(client: TestClient) -> None:
-    response = client.post("/v1/chat/completions", json=chat("x" * CONTEXT))
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    fits = client.post("/v1/chat/completions", json=chat("x" * (CONTEXT - 25), max_tokens=5000))
-    assert fits.json()["usage"]["total_tokens"] == CONTEXT
-    assert fits.json()["choices"][0]["finish_reason"] == "length"
+    assert post(client, chat("x" * CONTEXT), status=400)["error"]["code"] == "context_length_exceeded"
+    fits = post(client, chat("x" * (CONTEXT - 25), max_tokens=5000))
+    assert fits["usage"]["total_tokens"] == CONTEXT
+    assert fits["choices"][0]["finish_reason"] == "length"
 
 
 def test_other_pages_and_bodies_are_refused(client: TestClient) -> None:
@@ -347,19 +319,28 @@ def test_other_pages_and_bodies_are_refused(client: TestClient) -> None:
         assert client.get("/v1/models", headers={"host": host}).status_code == status, host
     for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 415), ("", 415)):
         content = json.dumps(chat("hello"))
-        response = client.post("/v1/chat/completions", content=content, headers={"content-type": kind})
+        response = client.post(CHAT, content=content, headers={"content-type": kind})
         assert response.status_code == status, kind
     response = client.options("/v1/models", headers={"origin": "http://a.com", "access-control-request-method": "GET"})
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_pages_that_may_ask(model: Any, tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, model, "full", block_size=16)
-    service = Service(model, tokenizer(), store, "tiny", CONTEXT)
-    service.app.add_middleware(CORSMiddleware, allow_origins=["http://a.com"], allow_methods=["*"], allow_headers=["*"])
-    asked = {"origin": "http://a.com", "access-control-request-method": "POST"}
-    with TestClient(service.app, base_url="http://127.0.0.1") as client:
-        assert client.options("/v1/models", headers=asked).headers["access-control-allow-origin"] == "http://a.com"
+def test_pages_that_may_ask_and_a_server_that_is_not_ready(model: Any, tmp_path: Path) -> None:
+    store, ready = PrefixStore(tmp_path, model, "full", block_size=16), threading.Event()
+
+    def wait(*_: Any) -> None:
+        assert ready.wait(60)
+
+    with model.register_forward_pre_hook(wait):
+        service = Service(model, tokenizer(), store, "tiny", CONTEXT)
+        service.app.add_middleware(CORSMiddleware, allow_origins=["http://a.com"], allow_methods=["*"])
+        asked = {"origin": "http://a.com", "access-control-request-method": "POST"}
+        with TestClient(service.app, base_url="http://127.0.0.1") as client:
+            assert client.options("/v1/models", headers=asked).headers["access-control-allow-origin"] == "http://a.com"
+            assert client.get("/health").status_code == 503
+            ready.set()
+            service.engine.warmed.result()
+            assert client.get("/health").status_code == 200
     service.engine.close()
     store.close()
 
@@ -368,43 +349,16 @@ def test_keys_are_tenants(model: Any, tmp_path: Path) -> None:
     with serve(model, tmp_path, keys=["one", "two"]) as client:
 
         def ask(key: str, **more: Any) -> int:
-            response = client.post(
-                "/v1/chat/completions", json=chat("a secret text", **more), headers={"authorization": f"Bearer {key}"}
-            )
-            found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            return found
+            client.headers["authorization"] = f"Bearer {key}"
+            return counted(client, chat("a secret text", **more))[1]
 
         assert [ask("one"), ask("two"), ask("one", cache_salt="s")] == [0, 0, 0]
         assert min(ask("one"), ask("two"), ask("one", cache_salt="s")) > 10
-        for headers in (
-            {},
-            {"authorization": "Bearer three"},
-            {"authorization": "one"},
-            {"authorization": "Basic one"},
-        ):
-            response = client.post("/v1/chat/completions", json=chat("hello"), headers=headers)
-            assert response.status_code == 401
-            assert response.json()["error"]["code"] == "invalid_api_key"
-            assert client.get("/metrics", headers=headers).status_code == 401
-        assert client.get("/health").status_code in (200, 503)
-
-
-class Held:
-    """A model whose forwards wait for a permit each, once it is held."""
-
-    def __init__(self, model: Any) -> None:
-        self.permits, self.sizes = threading.Semaphore(0), list[int]()
-        self._handle = model.register_forward_pre_hook(self._wait, with_kwargs=True)
-
-    def _wait(self, _: Any, args: Any, kwargs: Any) -> None:
-        self.sizes.append(args[0].shape[1])
-        assert self.permits.acquire(timeout=60)
-
-    def let_go(self) -> None:
-        self.permits.release(1000)
-
-    def remove(self) -> None:
-        self._handle.remove()
+        for key in ("", "Bearer three", "one", "Basic one"):
+            client.headers["authorization"] = key
+            assert post(client, chat("hello"), status=401)["error"]["code"] == "invalid_api_key"
+            assert client.get("/metrics").status_code == 401
+        assert client.get("/health").status_code == 200  # of anybody
 
 
 def until(true: Callable[[], Any]) -> None:
@@ -415,27 +369,30 @@ def until(true: Callable[[], Any]) -> None:
 
 
 def test_a_full_queue_and_turns(model: Any, tmp_path: Path) -> None:
-    with serve(model, tmp_path, chats=2, queue=1) as client:
-        until(lambda: client.get("/health").status_code == 200)
-        held, codes, engine = Held(model), list[int](), client.service.engine  # type: ignore[attr-defined]
-        try:
-            for number in range(3):
-                body = chat("some text" * number, max_tokens=3)
-                ask = lambda body=body: codes.append(client.post("/v1/chat/completions", json=body).status_code)  # noqa: E731
-                threading.Thread(target=ask, daemon=True).start()
-                until(lambda number=number: len(engine.chats) > number)
-            refused = client.post("/v1/chat/completions", json=chat("more"))
-            assert refused.status_code == 503
-            assert refused.headers["retry-after"]
-            text = client.get("/metrics").text
-            assert "hf_offload_chats_running 2" in text
-            assert "hf_offload_chats_waiting 1" in text
-        finally:
-            held.let_go()
-        until(lambda: len(codes) == 3)
-        assert codes == [200] * 3
-        held.remove()
-        first, second, *others = held.sizes  # the prompts of two chats, their answers in turns, then the third's
+    permits, sizes = threading.Semaphore(0), list[int]()
+
+    def wait(_: Any, args: Any) -> None:
+        sizes.append(args[0].shape[1])
+        assert permits.acquire(timeout=60)
+
+    with serve(model, tmp_path, chats=2, queue=1) as client, ThreadPoolExecutor(3) as threads:
+        engine, answers = client.service.engine, list[Any]()  # type: ignore[attr-defined]
+        with model.register_forward_pre_hook(wait):
+            try:
+                for number in range(3):
+                    answers.append(threads.submit(post, client, chat("some text" * number, max_tokens=3)))
+                    until(lambda number=number: len(engine.chats) > number)
+                refused = client.post(CHAT, json=chat("more"))
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"]
+                text = client.get("/metrics").text
+                assert "hf_offload_chats_running 2" in text
+                assert "hf_offload_chats_waiting 1" in text
+            finally:
+                permits.release(1000)
+            for answer in answers:
+                answer.result()
+        first, second, *others = sizes  # the prompts of two chats, their answers in turns, then the third's
         assert first == len("[user]\n[assistant]")
         assert second == len("[user]some text\n[assistant]")
         assert others[:4] == [1] * 4
@@ -443,66 +400,45 @@ def test_a_full_queue_and_turns(model: Any, tmp_path: Path) -> None:
 
 
 def test_a_server_that_stops_ends_its_chats_and_keeps_what_was_read(model: Any, tmp_path: Path) -> None:
-    with serve(model, tmp_path) as client:
-        until(lambda: client.get("/health").status_code == 200)
-        found = list[Any]()
-        body = chat("a long text " * 10, max_tokens=400)
-        thread = threading.Thread(target=lambda: found.append(client.post("/v1/chat/completions", json=body)))
-        thread.start()
+    body = chat("a long text " * 10, max_tokens=400)
+    with serve(model, tmp_path) as client, ThreadPoolExecutor(1) as threads:
+        found = threads.submit(post, client, body, status=503)
         engine = client.service.engine  # type: ignore[attr-defined]
         until(lambda: any(len(each.drawn) > 3 for each in engine.chats.values()))
         client.portal.call(engine.stop)
-        thread.join()
-        assert found[0].status_code == 503
-        assert client.post("/v1/chat/completions", json=body).status_code == 503
+        found.result()
+        post(client, body, status=503)
     with serve(model, tmp_path) as client:
-        usage = client.post("/v1/chat/completions", json=chat("a long text " * 10)).json()["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 2
+        tokens, cached = counted(client, chat("a long text " * 10))
+        assert cached == tokens - 2
 
 
-def test_a_long_prompt_is_read_in_chunks_and_pings(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_read_in_chunks_and_pings(
+    client: TestClient, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "PING", 0.01)
-    with serve(model, tmp_path) as client:
-        until(lambda: client.get("/health").status_code == 200)
-        sizes = list[int]()
-        hook = model.register_forward_pre_hook(lambda _, args: (sizes.append(args[0].shape[1]), time.sleep(0.05))[1])
-        try:
-            lines = events(client, "/v1/chat/completions", chat("x" * 800, max_tokens=2))
-        finally:
-            hook.remove()
-        assert ": ping" in lines
-        assert sum(size for size in sizes if size > 1) == len("[user]\n[assistant]") + 800
-        assert min(size for size in sizes if size > 1) >= 2
-        assert sizes.count(1) == 1
-
-
-def test_a_body_of_many_errors_is_refused_at_once(client: TestClient) -> None:
-    for body in ({"prompt": [True] * 500_000}, {"prompt": [[1.5] * 500_000]}):
-        response = client.post("/v1/completions", json=body)
-        assert response.status_code == 400
-        assert len(response.text) < 500
-    refused = client.post("/v1/chat/completions", json={"messages": [3] * 500_000})
-    assert refused.status_code == 400
-    assert client.post("/v1/completions", json={"prompt": "a", "top_k": 10**400}).status_code == 400
+    sizes = list[int]()
+    with model.register_forward_pre_hook(lambda _, args: (sizes.append(args[0].shape[1]), time.sleep(0.05))[1]):
+        assert ": ping" in events(client, CHAT, chat("w" * 800, max_tokens=2))
+    *chunks, last = sizes
+    assert len(chunks) > 1
+    assert 800 <= sum(chunks) <= 800 + len("[user]\n[assistant]")
+    assert min(chunks) > last == 1
 
 
 def test_an_answer_that_memory_ends_is_asked_for_again(tmp_path: Path) -> None:
-    kinds, sizes = ["linear_attention", "full_attention"], {**SIZES, "num_hidden_layers": 2, "vocab_size": 160}
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16}
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    config = AutoConfig.for_model("qwen3_5_text", **sizes, **linear, layer_types=kinds)  # its caches cannot be cropped
+    kinds = ["linear_attention", "full_attention"]  # its caches cannot be cropped
+    config = AutoConfig.for_model("qwen3_5_text", **sizes, **linear, layer_types=kinds)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval()
     with serve(model, tmp_path) as client:
-        until(lambda: client.get("/health").status_code == 200)
-        whole = client.post("/v1/chat/completions", json=chat("some text")).json()
+        whole = post(client, chat("some text"))
 
         def lacks_memory(_: Any, args: Any) -> None:
             if args[0].shape[1] == 1:
                 raise MemoryError("no memory")
 
-        hook = model.model.layers[1].register_forward_pre_hook(lacks_memory)  # the first has its token
-        refused = client.post("/v1/chat/completions", json=chat("some text"))
-        hook.remove()
-        assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "no memory"
-        again = client.post("/v1/chat/completions", json=chat("some text")).json()
-        assert again["choices"] == whole["choices"]
+        with model.model.layers[1].register_forward_pre_hook(lacks_memory):  # the first has its token
+            assert post(client, chat("some text"), status=503)["error"]["message"] == "no memory"
+        assert post(client, chat("some text"))["choices"] == whole["choices"]

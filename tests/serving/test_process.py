@@ -1,4 +1,4 @@
-"""`hf-offload serve` as a process: SmolLM2 answers, is killed, answers again; signals; a client of OpenAI's."""
+"""`hf-offload serve` as a process: SmolLM2 answers, is killed, answers again; signals."""
 
 from __future__ import annotations
 
@@ -114,23 +114,3 @@ def test_signals(tmp_path: Path) -> None:
         time.sleep(0.05)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
-
-
-def test_openais_own_client(tmp_path: Path) -> None:
-    openai = pytest.importorskip("openai")
-    with serve(tmp_path, "--api-key", "secret") as server:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="secret", max_retries=0)
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
-        whole = client.chat.completions.create(model="any", messages=messages, max_tokens=12)
-        parts = client.chat.completions.create(
-            model="any", messages=messages, max_tokens=12, stream=True, stream_options={"include_usage": True}
-        )
-        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        assert "Paris" in text
-        assert text == whole.choices[0].message.content
-        with pytest.raises(openai.BadRequestError, match="logprobs"):
-            client.chat.completions.create(model="any", messages=messages, logprobs=True)
-        wrong = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="other", max_retries=0)
-        with pytest.raises(openai.AuthenticationError):
-            wrong.models.list()
-        assert client.completions.create(model="any", prompt="Hello", max_tokens=4).choices[0].text
