@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -11,10 +11,19 @@ import typer
 from common import listed, numbers
 from gpu.replay import parse
 
-VARIANTS = ("scout", "scout-no-recall", "scout-off", "scout-quest")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout": {},
+    "scout-no-recall": {"recall": 0},
+    "scout-off": {"lookahead": "off"},
+    "scout-quest": {"digest": "quest"},
+}
 """Rows that choose blocks by a script."""
-OTHERS = ("full-resident", "default", "chosen", "drawn")
-ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (*OTHERS, *VARIANTS) for graph in ("", "-graph")))
+FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
+"""Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
+chooses among them; and keys that are drawn, with few blocks on the device."""
+FULL = "full-resident"
+STOCK = ("dynamic", "offloading")
+ROWS = (*STOCK, *(f"{name}{graph}" for name in (FULL, *FREE, *VARIANTS) for graph in ("", "-graph")))
 USUAL = (
     "scout-graph,full-resident-graph,default-graph,scout,dynamic,offloading,chosen-graph,drawn-graph,"
     "scout-no-recall-graph,scout-off-graph,scout-quest-graph"

@@ -104,8 +104,5 @@ def child(job: str) -> None:
     given = json.loads(job)
     cases = importlib.import_module(given["module"]).cases(Options(**given["options"]))
     faulthandler.enable()
-    results, seconds = (
-        Results(Path(given["folder"]), given["meta"]),
-        given["end"] - time.monotonic(),
-    )  # one clock for all
-    here(given["part"], cases, results, seconds, alone=True)
+    seconds = given["end"] - time.monotonic()  # one clock for all
+    here(given["part"], cases, Results(Path(given["folder"]), given["meta"]), seconds, alone=True)

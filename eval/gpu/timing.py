@@ -18,10 +18,6 @@ LAUNCHES = 20
 Call = Callable[[], Any]
 
 
-def nothing() -> None:
-    """What is to be done before a call where nothing is."""
-
-
 def recorded(options: Options, step: Call) -> Call:
     """A replay of a CUDA graph of a step that has run before; without a GPU the step itself."""
     if not options.on_gpu:
@@ -48,22 +44,21 @@ class Timer:
         """Fill the caches with something else, by reading it: what was written would go to memory during the call."""
         self._other.sum()
 
-    def device_time(self, call: Call, prepare: Call = nothing) -> dict[str, float]:
+    def device_time(self, call: Call) -> dict[str, float]:
         """Time on the device alone, from event to event, the caches filled with something else before each call.
 
         While the device fills them, the call and its events queue up behind it: no launch is in the time.
         """
         if not self.options.on_gpu:
-            return self.wall_time(call, prepare)
+            return self.wall_time(call)
         call()
-        return percentiles(1000 * spent for spent in self._events(call, lambda: (prepare(), self.flush())))
+        return percentiles(1000 * spent for spent in self._events(call, self.flush))
 
-    def wall_time(self, call: Call, prepare: Call = nothing) -> dict[str, float]:
+    def wall_time(self, call: Call) -> dict[str, float]:
         """Time on the host's clock until the device is through, the caches filled with something else before."""
         call()
         times = []
         for _ in range(self.rounds):
-            prepare()
             self.flush()
             self.options.synchronize()
             start = time.perf_counter()
@@ -88,9 +83,9 @@ class Timer:
             return None
         replay = recorded(self.options, lambda: [call() for _ in range(LAUNCHES)])
         replay()
-        return percentiles(1000 * spent / LAUNCHES for spent in self._events(replay, nothing))["p50"]
+        return percentiles(1000 * spent / LAUNCHES for spent in self._events(replay))["p50"]
 
-    def _events(self, call: Call, prepare: Call) -> list[float]:
+    def _events(self, call: Call, prepare: Call = lambda: None) -> list[float]:
         """Milliseconds of calls between two events."""
         pairs = []
         for _ in range(self.rounds):

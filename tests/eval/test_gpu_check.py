@@ -12,19 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from recording import CpuRecorder
 from typer.testing import CliRunner
 
 import common
 import gpu_check
-from gpu import correctness, decoding, models, pieces, supervise
+from gpu import correctness, decoding, models, supervise
 from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
 from gpu.results import Results
 from gpu.supervise import NotApplicable
-from hf_offload import HybridCache, Scout
-from hf_offload.graph.cuda_graph import StepGraph, graphed
+from hf_offload import Scout
 
 from . import _troubled
 
@@ -49,7 +47,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     cases = table(tmp_path / "cases.csv")
     assert {case["part"] for case in cases} == set(gpu_check.PARTS)
     missing = [case["case"].split(",")[0] for case in cases if case["status"] != "done"]
-    assert missing == ["scout-graph", "offloading", *["host time of a replay"] * len(pieces.POLICIES)]
+    assert missing == ["scout-graph", "offloading"]
     assert [row["passed"] for row in table(tmp_path / "correctness.csv")] == ["1"]
     kernels = table(tmp_path / "kernels.csv")
     assert {row["operation"] for row in kernels} >= {*OPERATIONS, "speed: link"}
@@ -199,34 +197,6 @@ def test_a_cache_is_filled_as_estimated_and_grows_no_more(name: str) -> None:
         digest = "quest" if name == "scout-quest" else Scout().digest
         assert told["resident_bytes"] == models.kv_bytes(model.config, 3 * QUICK.budget, 4)
         assert told["digest_bytes"] == pytest.approx(models.digest_bytes(model.config, 3 * context, 8, digest), rel=0.5)
-
-
-def test_a_merge_that_sees_an_old_partial_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    (right,) = pieces.replays(QUICK)
-    assert (right["replays"], right["wrong"]) == (4, 0)
-
-    def stale(out: torch.Tensor, lse: torch.Tensor, host: Any, query: torch.Tensor, *_: Any, **knobs: Any) -> Any:
-        return torch.where(host.out == 3, 2, host.out), lse
-
-    monkeypatch.setattr(pieces, "merge", stale)
-    rows = pieces.replays(QUICK)
-    assert next(rows)["wrong"] == 1
-    with pytest.raises(ArithmeticError, match="1 of 4 replays merged another partial, the first is 3"):
-        next(rows)
-
-
-@pytest.mark.parametrize("policy", pieces.POLICIES)
-def test_the_way_of_a_replayed_step_is_marked(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marks are functions of the package by name: this fails if they are others."""
-    monkeypatch.setattr(pieces, "LAYERS", 2)
-    monkeypatch.setattr(pieces, "PROMPT", 160)
-    model = pieces.small_model(QUICK)
-    cache = HybridCache(model, Scout(budget=192) if policy == "scout" else policy, resident=320, tier="split")
-    cache.graph, cache._graphed = StepGraph(cache, CpuRecorder), graphed(model)
-    with torch.no_grad():
-        marks = pieces.marks_of(QUICK, model, cache, steps=2)
-    assert list(marks) == list(pieces.MARKS)
-    assert list(marks.values()) == sorted(marks.values())
 
 
 def test_what_tells_most_is_measured_first() -> None:

@@ -44,14 +44,8 @@ def test_the_default_is_never_the_worst_choice() -> None:
 
 EIGHT: dict[str, Any] = {"batch": 8, "replay": FEW, "layers": model.LAYERS}
 TABLES: dict[str, list[dict[str, Any]]] = {
-    "pieces": [
-        {"piece": "merge", "variant": "read", "batch": 1, "in_graph": 7.0},
-        {"piece": "merge", "variant": "read", "batch": 8, "in_graph": 14.0},
-        {"piece": "merge", "variant": "read", "batch": 16, "in_graph": 22.0},
-        {"piece": "host time of a replay", "variant": "full", "launch": 300.0},
-        {"piece": "host time of a replay", "variant": "scout", "launch": 400.0},
-    ],
     "kernels": [
+        *({"operation": "merge_with_host", "batch": b, "in_graph": t} for b, t in ((1, 7.0), (8, 14.0), (16, 22.0))),
         {"operation": "speed: device", "gb_per_s": 2000.0},
         {"operation": "fetch_all", "link_bytes": 1e7, "p50": 200.0},
         {"operation": "score_submeans", "device_bytes": 1e7, "in_graph": 15.0},
@@ -65,7 +59,7 @@ TABLES: dict[str, list[dict[str, Any]]] = {
 
 def test_what_a_check_has_measured_takes_the_place_of_estimates() -> None:
     code, machine = model.measured(TABLES.__getitem__, model.AFTER, model.Machine())
-    assert (machine.device, machine.fetch, code.host) == (2000.0, 50.0, 0.4)
+    assert (machine.device, machine.fetch) == (2000.0, 50.0)
     assert (machine.score, machine.score_fixed) == pytest.approx((1000.0, 5.0))
     assert (code.merge, code.merge_row) == pytest.approx((6.0, 1.0), abs=0.1)
     rows = model.check(TABLES.__getitem__)
