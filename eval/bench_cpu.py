@@ -1,7 +1,6 @@
-"""How near are the CPU kernels to the speed of the memory, and how far ahead of the best that torch offers?
+"""How near are the CPU kernels to the speed of the memory?
 
     python eval/bench_cpu.py
-    python eval/bench_cpu.py --sections decode,torch --threads 1,2 --rounds 30
     python eval/bench_cpu.py --sections linear --threads 2
 
 Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import numba
@@ -30,9 +28,8 @@ import typer
 import common
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.memory import host_empty
-from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
-from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
+from hf_offload.cpu.kernels.digest_scores import Digest
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
     Always,
@@ -47,11 +44,10 @@ from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
-from plotting import plot
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "torch", "scoring", "linear", "pairs")
+SECTIONS = ("decode", "linear", "pairs")
 _WARM = torch.ones(256, 256)
 # Hidden and MLP sizes, KV width, layers and vocabulary of models whose products are timed.
 WIDTHS = {
@@ -87,45 +83,46 @@ class Case:
     nbytes: int
     facts: dict[str, Any]
 
-    @property
-    def key(self) -> str:
-        """What tells it from the others."""
-        return f"{self.name} {self.facts}"
-
 
 def take_turns(cases: Sequence[Case], rounds: int, section: str) -> list[dict[str, Any]]:
     """Time the cases in turns; one record a case, microseconds, and its share of the speed of the plain read."""
-    times: dict[str, list[float]] = {case.key: [] for case in cases}
+    times: list[list[float]] = [[] for _ in cases]
     for case in cases:
         case.prepare()()  # compiles
-    for _, case in common.in_turns(cases, rounds):
+    for _, (place, case) in common.in_turns(list(enumerate(cases)), rounds):
         call = case.prepare()
         if isinstance(call, Launch):
             _ = call.bound  # laid out once for many steps
         start = time.perf_counter()
         call()
-        times[case.key].append(1e6 * (time.perf_counter() - start))
+        times[place].append(1e6 * (time.perf_counter() - start))
     records: list[dict[str, Any]] = []
-    for case in cases:
-        spread = common.percentiles(times[case.key])
+    for case, spent in zip(cases, times, strict=True):
+        spread = common.percentiles(spent)
         speed = case.nbytes / spread["p50"] / 1e3 if case.nbytes else None
         records.append({"section": section, "case": case.name, **case.facts, **spread, "gb_per_s": speed})
     limit = next((r["gb_per_s"] for r in records if r["case"] == "read"), None)
     return [r | {"of_limit": r["gb_per_s"] and limit and r["gb_per_s"] / limit} for r in records]
 
 
-def on_threads(work: Callable[[], Any], threads: int) -> Callable[[], Any]:
-    """A call that runs `work` on several threads at once."""
+def read_case(words: np.ndarray, threads: int, share: int, **facts: Any) -> Case:
+    """A plain read on some threads, each of its share of 64-bit words, from elsewhere each time."""
+    places = itertools.count()
 
-    def call() -> None:
-        others = [threading.Thread(target=work) for _ in range(threads - 1)]
-        for other in others:
-            other.start()
-        work()
-        for other in others:
-            other.join()
+    def prepare() -> Callable[[], None]:
+        starts = [next(places) * share % (words.size - share + 1) for _ in range(threads)]
 
-    return call
+        def call() -> None:
+            parts = [threading.Thread(target=read_words, args=(words[at : at + share],)) for at in starts[1:]]
+            for part in parts:
+                part.start()
+            read_words(words[starts[0] : starts[0] + share])
+            for part in parts:
+                part.join()
+
+        return call
+
+    return Case("read", prepare, threads * share * 8, {"kernel_threads": threads} | facts)
 
 
 class Memory:
@@ -239,37 +236,6 @@ def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
         yield [read, case(Memory(8, dim, block, dtype), 4, 1, 2048)]
 
 
-def torch_cases(name: str, read: Case) -> list[Case]:
-    """Ours against torch's ways, the gather of the chosen blocks counted."""
-    memory, group, budget = Memory(8, 128, 32, DTYPES[name]), 4, 2048
-    slab, heads = memory.pool.slabs[0], torch.arange(memory.kv_heads)[:, None]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    ways: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        "sdpa with the group as rows": lambda q, k, v: sdpa(q[None], k[None], v[None]),
-        "matmul, softmax, matmul": lambda q, k, v: (q @ k.mT * memory.dim**-0.5).float().softmax(-1).to(v.dtype) @ v,
-        "sdpa with enable_gqa": lambda q, k, v: sdpa(
-            q.reshape(1, -1, 1, memory.dim), k[None], v[None], enable_gqa=True
-        ),
-    }
-
-    def prepare(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
-        query = torch.randn(memory.kv_heads, group, memory.dim, dtype=memory.dtype)
-        blocks = torch.from_numpy(memory.choose(1, budget // memory.block_size)[0].astype(np.int64))
-
-        def call() -> torch.Tensor:
-            both = slab[blocks, heads]  # [Hkv, count, 2, block, D]
-            return attend(query, both[:, :, 0].flatten(1, 2), both[:, :, 1].flatten(1, 2))
-
-        return call
-
-    nbytes, facts = memory.bytes_of(1, budget), {"dtype": name, "dim": 128, "group": group, "kernel_threads": 1}
-    return [
-        read,
-        Case("blocks", lambda: memory.decode(group, 1, budget), nbytes, facts),
-        *(Case(f"torch: gather, {way}", partial(prepare, attend), nbytes, facts) for way, attend in ways.items()),
-    ]
-
-
 def pairs_of(rows: int, kv_heads: int, dim: int, rng: np.random.Generator) -> Digest:
     """Sub-means of 16 pairs for each of so many blocks, of which none is an outlier."""
     pairs = 16
@@ -309,44 +275,6 @@ def pair_cases(name: str, read: Case) -> Iterator[list[Case]]:
         yield cases
 
 
-def scoring_cases(read: Case) -> list[Case]:
-    """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens."""
-    rng = np.random.default_rng(0)
-    kv_heads, group, dim, pairs, count = 8, 4, 128, 16, 64
-    row_bytes = {"submean": pairs * (dim // 2 + 4 * (dim // 16 + 1)), "quest": 4 * dim}
-
-    def bounds_of(rows: int) -> Digest:
-        vectors = host_empty((rows, kv_heads, 2 * dim), torch.int16).numpy().view(np.uint16)
-        vectors[:] = 0x3C00  # 2^-7 as bfloat16
-        halves = rng.standard_normal((1, kv_heads * group, 2 * dim), dtype=np.float32)
-        return Vectors(halves, vectors, np.zeros(rows, np.float32))
-
-    def case(kind: str, blocks: int) -> Case:
-        nbytes = blocks * kv_heads * row_bytes[kind]
-        copies = max(2, POOL_BYTES // 4 // nbytes)
-        rows = copies * blocks
-        digest = pairs_of(rows, kv_heads, dim, rng) if kind == "submean" else bounds_of(rows)
-        query = rng.standard_normal((1, kv_heads * group, dim), dtype=np.float32)
-        masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
-        score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
-        low = np.zeros(1, np.int32)
-        chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
-        turn = [0]
-
-        def prepare() -> Launch:
-            turn[0] = (turn[0] + 1) % copies
-            table = np.arange(turn[0] * blocks, (turn[0] + 1) * blocks, dtype=np.int32)[None]
-            return choose_blocks(
-                query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5, softcap=None,
-                kv_dtype=torch.bfloat16, select=(low, low + 1, 4, blocks, count, chosen, counts),
-            )  # fmt: skip
-
-        facts = {"digest": kind, "dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}
-        return Case("choose_blocks", prepare, nbytes, facts)
-
-    return [read, *(case(kind, blocks) for kind in row_bytes for blocks in (256, 1024, 4096))]
-
-
 def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iterator[list[Case]]:
     """Ours against torch's `linear`, by rows: the products of so many layers of a model and its head, one by one."""
     hidden, mlp, kv, layers, vocabulary = WIDTHS[model]
@@ -356,50 +284,25 @@ def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iter
     weights = [torch.randn(shape).to(DTYPES[name]) for shape in shapes]
     nbytes = sum(weight.nbytes for weight in weights)
     facts = {"dtype": name, "model": model, "kernel_threads": threads}
-    share = min(words.size, nbytes // 8) // threads
-
-    def prepare_read() -> Callable[[], Any]:
-        starts = [share * part for part in range(threads)]
-        return on_threads(lambda: read_words(words[(first := starts.pop()) : first + share]), threads)
 
     def theirs(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
-        @torch.inference_mode()
-        def call() -> None:
-            for weight in weights:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-        return call
+        multiply = torch.nn.functional.linear
+        return torch.inference_mode()(lambda: [multiply(inputs[weight.shape[1]], weight) for weight in weights])
 
     def ours(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
         outs = [torch.empty(len(inputs[w.shape[1]]), len(w), dtype=w.dtype) for w in weights]
-        each = [
+        products = [
             LaunchSequence((linear(inputs[weight.shape[1]], weight, None, out, threads),))
             for weight, out in zip(weights, outs, strict=True)
         ]
-
-        def call() -> None:
-            for sequence in each:
-                sequence.run()
-
-        return call
+        return lambda: [product.run() for product in products]
 
     for count in (1, 2, 4, 8):
         inputs = {width: torch.randn(count, width).to(DTYPES[name]) for width in (hidden, mlp)}
         ways = {"linear": ours(inputs), "torch: linear": theirs(inputs), "torch: linear again": theirs(inputs)}
         cases = [Case(way, lambda call=call: call, nbytes, facts | {"batch": count}) for way, call in ways.items()]
-        yield [Case("read", prepare_read, 8 * share * threads, facts | {"batch": count}), *cases]
-
-
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the speed of each row that reads memory beside its limit."""
-    facts = ("case", "model", "dtype", "dim", "group", "batch", "block_size", "digest", "context")
-    rows = [r for r in records if r["of_limit"] is not None and r["case"] != "read"]
-    names = [" ".join(str(r[k]) for k in facts if r.get(k)) + f" ×{r['kernel_threads']}" for r in rows]
-    with plot(path, figsize=(9, 1 + len(rows) / 4)) as axes:
-        axes.barh(names, [r["gb_per_s"] / r["of_limit"] for r in rows], color="lightgray", label="plain read")
-        axes.barh(names, [r["gb_per_s"] for r in rows], label="kernel")
-        axes.set(xlabel="GB/s", ylim=(len(rows), -1))
-        axes.legend()
+        share = min(words.size, nbytes // 8) // threads
+        yield [read_case(words, threads, share, dtype=name, model=model, batch=count), *cases]
 
 
 def main(
@@ -415,13 +318,7 @@ def main(
 
     def read(parts: int = 1) -> Case:
         # Several threads read more, as starting them takes a while.
-        size, places = READ_BYTES // 8 * (1 if parts == 1 else 4), itertools.count()
-
-        def prepare() -> Callable[[], Any]:
-            starts = [next(places) * size % (words.size - size) for _ in range(parts)]
-            return on_threads(lambda: read_words(words[(first := starts.pop()) : first + size]), parts)
-
-        return Case("read", prepare, parts * size * 8, {"kernel_threads": parts})
+        return read_case(words, parts, READ_BYTES // 8 * (1 if parts == 1 else 4))
 
     records: list[dict[str, Any]] = []
 
@@ -434,8 +331,6 @@ def main(
         for count in common.numbers(threads) if "decode" in wanted else ():
             for cases in decode_cases(name, count, read(count)):
                 measure("decode", cases, count)
-        if "torch" in wanted:
-            measure("torch", torch_cases(name, read()))
         for cases in pair_cases(name, read()) if "pairs" in wanted else ():
             measure("pairs", cases)
         for count in common.numbers(threads) if "linear" in wanted else ():
@@ -443,9 +338,6 @@ def main(
             for model in WIDTHS:
                 for cases in linear_cases(model, name, count, words):
                     measure("linear", cases, count)
-    if "scoring" in wanted:
-        measure("scoring", scoring_cases(read()))
-    draw(records, out.with_suffix(".png"))
     for section in dict.fromkeys(r["section"] for r in records):
         mine = [r for r in records if r["section"] == section]
         columns = list(dict.fromkeys(k for r in mine for k in r if k != "section"))

@@ -1,1 +1,1 @@
-"""What `longbench.py`, `ruler.py` and `leval.py` share: samples, prompts, rows, answers, records, scores, reports."""
+"""What `longbench.py` and `ruler.py` share: samples, prompts, rows, answers, records, scores, reports."""

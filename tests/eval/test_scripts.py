@@ -100,7 +100,7 @@ RUNS = {
         lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
 }  # fmt: skip
 SLOW = {
-    "kernels": Run("bench_cpu", "--sections torch,pairs --dtypes bf16 --rounds 2",
+    "kernels": Run("bench_cpu", "--sections pairs --dtypes bf16 --rounds 2",
         lambda rows: {"read", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
         {"POOL_BYTES": 1 << 26}),
     "soak": Run("soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
@@ -212,14 +212,6 @@ def test_tasks_are_scored_and_a_stopped_run_goes_on(tmp_path: Path, monkeypatch:
     assert said["dense", "dynamic"] == said["sparse", "dynamic"] == "1"  # as Transformers' own cache answers
     sample = importlib.import_module("longbench").samples_of("qasper", rows)[0]
     assert [sample.score(said) for said in ("Number 0!", "number 7", "")] == [100, 50, 0]
-
-
-def test_documents_have_a_sample_for_each_instruction() -> None:
-    rows = [{"input": "A", "instructions": ["Who?", "When?"], "outputs": ["The old man", "1952"], "evaluation": "f1"},
-            {"input": "A", "instructions": ["Tell it."], "outputs": ["a b c d"], "evaluation": "rouge"},
-            {"input": "A", "instructions": ["Judge."], "outputs": ["good"], "evaluation": "LLM"}]  # fmt: skip
-    who, when, told = importlib.import_module("leval").samples_of("financial_qa", rows)
-    assert [who.score("an old man"), when.score("in 1953"), told.score("a b x d")] == pytest.approx([100, 0, 75])
 
 
 def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
