@@ -18,7 +18,6 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Annotated, Any
 
 import typer
@@ -28,42 +27,30 @@ import common
 from walk import configs, page
 
 PAGE, RESULTS = Path(__file__).parent.parent / "docs" / "models.md", common.RESULTS / "families.csv"
+# A process a type, forked from one that has imported what all need.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["walk.compare"])
 
 
 def compare(model_type: str) -> dict[str, Any]:
-    """An `Outcome` as a dict; runs in a process of its own, since what it imports takes memory."""
+    """What became of a type; runs in a process of its own, since what it imports takes memory."""
     from walk.compare import compare
 
     return compare(model_type)
 
 
-class Helper:
-    """A process that compares one type after the other; one that crashes or hangs is replaced."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        """Begin the process, when it is first asked."""
-        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-    def ask(self, model_type: str, limit: float) -> dict[str, Any]:
-        """What `compare` gives; of a process that gives nothing in so many seconds, type, status and message alone."""
-        try:
-            return self.pool.submit(compare, model_type).result(limit)
-        except TimeoutError:
-            told = f"no end after {limit:.0f} s"
-        except BrokenProcessPool:
-            told = "the process ended"
-        self.stop()
-        self.start()
-        return {"model_type": model_type, "status": "error", "message": told}
-
-    def stop(self) -> None:
-        """End the process."""
-        for process in list((self.pool._processes or {}).values()):
+def ask(model_type: str, limit: float) -> dict[str, Any]:
+    """What `compare` gives; of a process that gives nothing in so many seconds, type, status and message alone."""
+    pool = ProcessPoolExecutor(1, FORKS)
+    try:
+        return pool.submit(compare, model_type).result(limit)
+    except (TimeoutError, BrokenProcessPool) as error:
+        told = f"no end after {limit:.0f} s" if isinstance(error, TimeoutError) else "the process ended"
+        for process in list((pool._processes or {}).values()):
             process.kill()
-        self.pool.shutdown()
+        return {"model_type": model_type, "status": "error", "message": told}
+    finally:
+        pool.shutdown()
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -72,31 +59,6 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     with path.open(newline="", encoding="utf-8") as file:
         return {row["model_type"]: row for row in csv.DictReader(file)}
-
-
-def walk(
-    types: list[str], rows: dict[str, dict[str, Any]], here: dict[str, str], out: Path, jobs: int, limit: float
-) -> None:
-    """Compare the types, some at a time, and keep `rows` and the CSV up to date."""
-    free: SimpleQueue[Helper] = SimpleQueue()
-    for _ in range(jobs):
-        free.put(Helper())
-
-    def work(name: str) -> dict[str, Any]:
-        helper = free.get()
-        row = helper.ask(name, limit)
-        free.put(helper)
-        return row
-
-    with ThreadPoolExecutor(jobs) as threads, tqdm(total=len(types)) as progress:
-        for done in as_completed([threads.submit(work, name) for name in types]):
-            row = done.result()
-            rows[row["model_type"]] = {**row, **here}
-            common.write_csv(out, [rows[key] for key in sorted(rows)])
-            progress.set_description(f"{row['model_type']}: {row['status']}")
-            progress.update()
-    while not free.empty():
-        free.get().stop()
 
 
 def main(
@@ -117,7 +79,14 @@ def main(
     here, rows = common.environment(), read(out)
     rows = {name: row for name, row in rows.items() if row["transformers"] == here["transformers"]}
     done = [name for name, row in rows.items() if row["commit"] == here["commit"]]
-    walk(named or [name for name in known if name not in done], rows, here, out, jobs, limit)
+    todo = named or [name for name in known if name not in done]
+    with ThreadPoolExecutor(jobs) as threads, tqdm(total=len(todo)) as progress:
+        for asked in as_completed([threads.submit(ask, name, limit) for name in todo]):
+            row = asked.result()
+            rows[row["model_type"]] = {**row, **here}
+            common.write_csv(out, [rows[key] for key in sorted(rows)])
+            progress.set_description(f"{row['model_type']}: {row['status']}")
+            progress.update()
     results = [rows[name] for name in sorted(rows)]
     counts = Counter(row["status"] for row in results)
     common.show("Model types", [{"result": status, "types": count} for status, count in counts.most_common()])
