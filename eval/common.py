@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 import hf_offload
+from hf_offload.policies.registry import POLICIES, make_policy
 from hf_offload.tools import assets
 from hf_offload.tools.plan import CACHE_KNOBS, parse_setting
 from turns import turn
@@ -157,9 +158,9 @@ def listed(text: str, allowed: Iterable[str], what: str) -> list[str]:
     return names
 
 
-def kinds_of(names: str, more: Iterable[str] = ()) -> list[str]:
-    """Parse a list of kinds of text, of which a script may have more."""
-    return listed(names, (*assets.KINDS, *more), "kinds")
+def kinds_of(names: str) -> list[str]:
+    """Parse a list of kinds of text."""
+    return listed(names, assets.KINDS, "kinds")
 
 
 def numbers(text: str) -> list[int]:
@@ -210,8 +211,6 @@ class Row:
     @property
     def _chooses(self) -> dict[str, bool]:
         """What keeps a policy from attending all while all is resident: its choice is what a row measures."""
-        from hf_offload.policies.registry import POLICIES
-
         named = POLICIES.get(self.policy) if isinstance(self.policy, str) else None
         return {"dense": False} if named is not None and "dense" in named.__dataclass_fields__ else {}
 
@@ -251,29 +250,21 @@ def row_of(text: str, tier: str | None = None, predictor: Path | None = None, st
             name = f"{policy}:{knobs}" if knobs else policy
         if policy == "fluxion" and predictor is not None:
             options = {"predictor": str(predictor), **options}
-        _check(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
+        make_policy(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"--row {text}: {error}") from None
     return Row(name, policy, options if tier is None else {"tier": tier, **options})
 
 
 def _of_short(name: str, number: str | None, suffix: str | None) -> tuple[str, dict[str, Any]]:
-    knobs: dict[str, Any] = {}
-    if number is not None:
-        value = float(number) if "." in number else int(number)
+    value = None if number is None else float(number) if "." in number else int(number)
+    if value is None:
+        knobs: dict[str, Any] = {}
+    elif name == "hgca":
+        knobs = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
+    else:
         knobs = {"tau" if name == "fluxion" else "budget": value}
-        if name == "hgca":
-            knobs = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
     return {"fixed": "fixed_hybrid"}.get(name, name), knobs | _SUFFIXES[suffix]
-
-
-def _check(policy: str, knobs: dict[str, Any]) -> None:
-    """Refuse what the package would; an older one, which `versus.py` runs, does so when the cache is made."""
-    try:
-        from hf_offload.policies.registry import make_policy
-    except ImportError:
-        return
-    make_policy(policy, knobs)
 
 
 def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = None, **knobs: Any) -> list[Row]:
@@ -505,11 +496,6 @@ class Records:
     def key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
         """Which one a record is."""
         return tuple(record[name] for name in self.keys)
-
-    def once(self, key: Mapping[str, Any], work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """The record of a key: one that is there, or what `work` gives now."""
-        known = self.found.get(self.key(key))
-        return self.add({**key, **work()}) if known is None else known
 
     def add(self, record: dict[str, Any]) -> dict[str, Any]:
         """Keep a record; it is on the disk when this returns."""

@@ -5,7 +5,6 @@
     python eval/context_attention.py --contexts 6k --rows fixed-0.05,fluxion-0.1 --predictor predictor.safetensors
     python eval/context_attention.py --contexts 32k --read 6k --rows full,hgca-0.1
     python eval/context_attention.py --contexts 4k+512,4k+4k --rows fluxion-0.1 --predictor predictor.safetensors
-    python eval/context_attention.py --contexts 2k --rows bare,full,scout-1024 --tier one --threads 1
 
 All rows hold the keys and values of the same real text: full attention's cache reads it, the others take that over, and
 `hgca` and `fluxion`, which learn from a prompt, read it too. Then the rows take turns over the text's next tokens: some
@@ -17,8 +16,6 @@ Times are milliseconds, medians: `step` of the whole forward, `attention` in the
 `update`, all layers; of it `kernels` in compiled kernels, `retrieval` where the CPU predicts what heads of `fixed` and
 `fluxion` need of the host, chooses blocks and attends them, and `predict` in Fluxion's prediction alone
 (`predict_share`: of the step); these three with one memory. `wait` is how long the model's thread waits for the CPU.
-With the row `bare`, a model without attention and cache, `outside` is what a row adds to it without kernels:
-microseconds a layer of hooks, checks, plans, statistics, Python.
 
 `read` is what the CPU reads of keys, values and digests at each step, by arithmetic: everything for full attention, the
 budget and all digests for `scout`, the window and the kept share of the rest for `hgca`; for `fixed` and `fluxion`
@@ -44,7 +41,7 @@ import numpy as np
 import torch
 import typer
 from tqdm import tqdm
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import common
 import hf_offload
@@ -58,36 +55,6 @@ TAIL = 128
 """Tokens at the end of batches and repeated contexts that all rows read themselves."""
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
-BARE = common.Row("bare", "bare")
-
-
-class BareCache(DynamicCache):
-    """A cache that keeps nothing and says that it holds `length` tokens."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return key_states, value_states
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-
-def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
-
-    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(query.transpose(1, 2)), None
-
-    AttentionInterface.register(BARE.name, attend)
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    twin.set_attn_implementation(BARE.name)
-    return twin
 
 
 class Context:
@@ -195,11 +162,9 @@ def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[f
 
 def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -> list[dict[str, Any]]:
     """One line a row, full attention first."""
-    every, model = [common.FULL, *(row for row in rows if row.policy != BARE.policy)], context.model
+    every, model = [common.FULL, *rows], context.model
     caches = {row.name: context.make_cache(row) for row in tqdm(every, desc="contexts", leave=False)}
-    twin = bare_copy(model) if BARE in rows else None
     times: dict[str, dict[str, list[float]]] = {row.name: {name: [] for name in TIMES} for row in every}
-    bare: list[float] = []
     seen: dict[str, list[torch.Tensor]] = {row.name: [] for row in every}
     for number, row in common.in_turns(every, rounds):
         at = number * (WARM_UP + steps)
@@ -207,9 +172,6 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
         seen[row.name].append(logits)
         for name, values in found.items():
             times[row.name][name] += values
-        if twin is not None:
-            token = context.ids[:, at : at + WARM_UP + steps].expand(len(context.lengths), -1)
-            bare += common.decode(twin, BareCache(max(context.lengths)), token)[0][WARM_UP:]
     lines = []
     for row in every:
         cache = caches[row.name]
@@ -221,8 +183,6 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
         if line["predict"]:
             shares = np.array(times[row.name]["predict"]) / np.array(times[row.name]["step"])
             line["predict_share"] = float(np.median(shares))
-        if bare and row is not common.FULL:
-            line["outside"] = 1000 * (line["step"] - np.median(bare) - (line["kernels"] or 0)) / len(cache.layers)
         stats = {} if row is common.FULL else cache.stats().as_dict()
         if stats:
             line["wait"] = 1000 * stats["wait_seconds"] / stats["steps"]
@@ -251,7 +211,7 @@ def main(
 ) -> None:
     """Measure attention in long contexts."""
     batches = sorted((common.numbers(part.replace("+", ",")) for part in contexts.split(",")), key=sum)
-    chosen, (text,) = common.rows_of(rows, tier, predictor, known={"bare": BARE}), common.kinds_of(kind)
+    chosen, (text,) = common.rows_of(rows, tier, predictor), common.kinds_of(kind)
     most = max(map(max, batches)) if read is None else common.numbers(read)[0]
     for batch in batches:
         if (len(batch) > 1 or max(batch) > most) and min(*batch, most) < 2 * TAIL:

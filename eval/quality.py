@@ -5,7 +5,6 @@
     python eval/quality.py --ask needle --limit 8 --row full --row scout:budget=512
     python eval/quality.py --ask extraction --row scout:samples=512 --records 200 --limit 8
     python eval/quality.py --ask second-turn --rows hgca-0.1,hgca-0.1-once
-    python eval/quality.py --ask error --row scout:samples=128 --row scout:samples=512
 
 Full attention reads a text; every row takes that over (`hgca` and others that learn from a prompt read it themselves)
 and is fed what follows, token by token.
@@ -31,17 +30,12 @@ second turn asks for the number, on the same cache: a policy that has chosen by 
 must choose anew (HGCA, §3.2.2); `hgca-…-once` is the control that does not. Numbers that full attention (row `dynamic`)
 does not find, or gives away in its first answer, are not asked of the others.
 
-error: with `check_every=1` each step compares one layer with full attention. For each query head the relative error of
-the softmax's sum is estimated from the drawn keys alone, and true: the share of them `within` three times the estimate,
-and both in the mean square.
-
 A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator
@@ -58,7 +52,6 @@ import common
 from context_attention import read_bytes
 from figures import draw_quality
 from hf_offload.tools import assets, measuring
-from plotting import plot
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompter
 from tasks.run import Asking, run
@@ -73,9 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scout-off": {"lookahead": "off"},
     "scout-off-int8": {"lookahead": "off", "host_dtype": "int8"},
     "scout-select": {"lookahead": "select"},
-    "scout-select-sync0": {"lookahead": "select", "synchronous_layers": (0,)},
     "scout-attend": {"lookahead": "attend"},
-    "scout-attend-sync0": {"lookahead": "attend", "synchronous_layers": (0,)},
     "scout-attend-uncorrected": {"lookahead": "attend", "correction": False},
     "paper": PAPER | {"lookahead": "attend"},
     "paper-off": PAPER | {"lookahead": "off"},
@@ -332,47 +323,9 @@ class SecondTurn(Ask):
         return out[:, ids.shape[1] :]
 
 
-class Error(Text):
-    """The error that drawn keys tell of themselves."""
-
-    FACTOR = 3.0
-
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
-        reading, _ = context
-        cache = measuring.hold(self.model, row.policy, {**row.options, "check_every": 1}, reading)
-        measuring.follow(self.model, cache, reading.following)
-        layers = cache.stats().as_dict()["layers"]
-        return {"points": [[layer["layer"], *pair] for layer in layers for pair in layer["checked_errors"]]}
-
-    def summarize(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write lines by samples and layer, and draw the points."""
-        columns = ["samples", "layer", "estimated", "true"]
-        rows = [
-            [int(r["row"].partition("samples=")[2].split(",")[0]), *point] for r in records for point in r["points"]
-        ]
-        points, lines = pd.DataFrame(rows, columns=columns), []
-        for samples, mine in points.groupby("samples"):
-            for layer, each in [("all", mine), *mine.groupby("layer")]:
-                within = (each.true <= self.FACTOR * each.estimated).mean()
-                roots = {name: math.sqrt((each[name] ** 2).mean()) for name in ("estimated", "true")}
-                lines.append({"samples": samples, "layer": layer, "points": len(each), "within": within} | roots)
-        contexts = " ".join(f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in self.contexts)
-        size = {"contexts": contexts, "kinds": " ".join(self.kinds), "steps": self.steps}
-        self.setting.write([line | size for line in lines])
-        common.show("errors of the softmax's sum", [line for line in lines if line["layer"] == "all"])
-        each = list(points.groupby("samples"))
-        with plot(self.setting.beside(".png"), 1, len(each), figsize=(5.5 * len(each), 5), squeeze=False) as axes:
-            for one, (samples, mine) in zip(axes.flat, each, strict=True):
-                one.scatter(mine.estimated.clip(1e-6), mine.true.clip(1e-6), c=mine.layer, s=2)
-                for factor, style in ((1.0, "solid"), (self.FACTOR, "dashed")):
-                    one.plot([1e-5, 1.0], [1e-5 * factor, factor], color="black", linewidth=1, linestyle=style)
-                title = f"samples={samples}; dashed: {self.FACTOR:g} times the estimate"
-                one.set(xscale="log", yscale="log", xlabel="estimated error", ylabel="true error", title=title)
-
-
 @dataclass(frozen=True)
 class Usual:
-    """What an ask has by default: the file of its results, rows, contexts, steps and limit."""
+    """What an ask has by default: the file of its results, rows, contexts, steps and limit; needles are run's."""
 
     kind: type[Ask] | None
     file: str
@@ -391,7 +344,6 @@ ASKS = {
     "needle": Usual(None, "needle", "full,scout:budget=1024,scout:budget=512,window:budget=1024", "6500"),
     "extraction": Usual(Extraction, "extraction", COPYING),
     "second-turn": Usual(SecondTurn, "second_turn", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48),
-    "error": Usual(Error, "error_estimate", "scout:samples=128,scout:samples=512", steps=300, limit=1),
 }
 
 
@@ -451,17 +403,13 @@ def main(
                         kept.add(key | place | found)
                 bar.update()
             lines = [{k: v for k, v in r.items() if k != "place"} | size for r in kept.found.values()]
-            if not isinstance(asked, Error):
-                setting.write(lines)
-    if isinstance(asked, Error):
-        asked.summarize(lines)
-    else:
-        means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
-        by = ["context", "row"] if "context" in means else ["row"]
-        table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
-        common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
-        if ask == "text":
-            draw_quality(setting.out)
+            setting.write(lines)
+    means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
+    by = ["context", "row"] if "context" in means else ["row"]
+    table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
+    common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
+    if ask == "text":
+        draw_quality(setting.out)
     kept.remove()
 
 

@@ -62,7 +62,7 @@ RUNS = {
     "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
         {"POOL_BYTES": 1 << 20, "WIDTHS": {"tiny": (64, 96, 32, 2, 160)}}),
-    "context_attention": Run("context_attention", "--contexts 64 --rows bare,full,window-1024 --steps 2 --rounds 1",
+    "context_attention": Run("context_attention", "--contexts 64 --rows full,window-1024 --steps 2 --rounds 1",
         lambda rows: max(column(rows, "kl")) < 1e-5 and all(float(r["attention"]) < float(r["step"]) for r in rows)),
     "a repeated text": Run(
         "context_attention", f"--contexts 600,300+400 --read 300 --rows full,{WINDOW} --steps 2 --rounds 1",
@@ -92,8 +92,6 @@ RUNS = {
         "quality", "--ask second-turn --contexts 400 --steps 4 --limit 1 --kinds code --row full --row hgca:window=64",
         lambda rows: [row["row"] for row in rows] == ["dynamic", "full", "hgca:window=64"]
         and rows[0]["answer"] == rows[1]["answer"] and rows[2]["kept_share"] != ""),
-    "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64",
-        lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8),
     "rounding": Run("rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code --ways noise,fork,crop,other",
         lambda rows: min(column(rows[:3], "within")) > 0.9 and float(rows[3]["within"]) < 0.1),
     "save_load": Run("save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout-1024",
