@@ -84,19 +84,18 @@ def record(
     return found
 
 
-def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
-    """The weight that the first `s` and the newest `r` entries hold together, `[starts, recents]`.
+def window_sums(weights: list[torch.Tensor], edges: list[int]) -> np.ndarray:
+    """The weight that the first `s` and the newest `r` entries hold together, for all pairs of edges `[s, r]`.
 
     Args:
         weights: `[Hq, entries]` of some queries; averaged over queries and heads. An entry in both windows counts once.
     """
-    sums = np.zeros((len(starts), len(recents)))
+    sums = np.zeros((len(edges), len(edges)))
     for rows in weights:
-        total = rows.shape[1]
         running = np.concatenate([[0.0], rows.double().mean(0).cumsum(0).numpy()])
-        for i, start in enumerate(starts):
-            for j, recent in enumerate(recents):
-                sums[i, j] += running[min(start, total)] + running[-1] - running[max(total - recent, min(start, total))]
+        first = np.minimum(edges, rows.shape[1])
+        newest = np.maximum(rows.shape[1] - np.array(edges), first[:, None])
+        sums += running[first][:, None] + running[-1] - running[newest]
     return sums / len(weights)
 
 
@@ -112,27 +111,23 @@ def line_at(weights: torch.Tensor, holds: float) -> float:
     return float(weights.sort(descending=True).values[count - 1])
 
 
-def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
+def shape_of(weights: torch.Tensor) -> dict[str, np.ndarray]:
     """How near to normal the scores behind softmax weights `[rows, entries]` are; float64 `[rows]` each.
 
     A score is known from its weight but for a constant, on which none of these depends. A weight that is 0 in float32
     counts as the least that is not.
     """
-    scores = weights.double().clamp(min=LEAST).log()
-    normal = quantiles(scores.shape[-1])
-    z = torch.from_numpy(stats.zscore(scores.numpy(), axis=-1))
-    moments = math.log(scores.shape[-1]) + scores.mean(-1) + scores.var(-1, correction=0) / 2
+    scores = weights.double().clamp(min=LEAST).log().numpy()
+    count = scores.shape[-1]
+    normal = stats.norm.ppf((np.arange(count) + 0.5) / count)
+    z = np.sort(stats.zscore(scores, axis=-1), -1)
+    moments = math.log(count) + scores.mean(-1) + scores.var(-1) / 2
     return {
-        "skewness": torch.from_numpy(stats.skew(scores.numpy(), axis=-1)),
-        "excess_kurtosis": torch.from_numpy(stats.kurtosis(scores.numpy(), axis=-1)),
-        "quantile_correlation": (z.sort(-1).values * normal).mean(-1) / normal.square().mean().sqrt(),
-        "lse_gap": moments - scores.logsumexp(-1),
+        "skewness": stats.skew(scores, axis=-1),
+        "excess_kurtosis": stats.kurtosis(scores, axis=-1),
+        "quantile_correlation": (z * normal).mean(-1) / np.sqrt(np.square(normal).mean()),
+        "lse_gap": moments - np.logaddexp.reduce(scores, -1),
     }
-
-
-def quantiles(count: int) -> torch.Tensor:
-    """Those of a standard normal distribution that so many sorted values should have; float64 `[count]`."""
-    return torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
 
 
 def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
@@ -194,19 +189,15 @@ def main(
     edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
     windows = []
     for one in three:
-        sums = window_sums(first[one][1:], edges, edges)
-        windows += [
-            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(sums[i, j])}
-            for i, j in np.ndindex(sums.shape)
-        ]
+        sums = window_sums(first[one][1:], edges)
+        at = ((edges[i], edges[j], float(sums[i, j])) for i, j in np.ndindex(sums.shape))
+        windows += [{"layer": one, "first": s, "newest": r, "weight": weight} for s, r, weight in at]
     setting.write(windows)
     by_head = []
     for name, weights in found.items():
         share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
-        by_head += [
-            {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
-            for number, value in enumerate(share)
-        ]
+        facts = {"text": name, "layer": middle, "holds": HOLDS}
+        by_head += [facts | {"head": number, "share": value} for number, value in enumerate(share.tolist())]
     setting.write(by_head, "_heads")
     common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
     if tokens >= 2 * (SINKS + LOCAL + queries):
@@ -214,21 +205,19 @@ def main(
         for name, weights in found.items():
             for one in three:
                 each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
-                told = {key: torch.stack([shape[key] for shape in each]).median(0).values for key in each[0]}
-                scores += [
-                    {"text": name, "layer": one, "head": number} | {k: float(v[number]) for k, v in told.items()}
-                    for number in range(heads)
-                ]
+                told = {k: np.quantile([shape[k] for shape in each], 0.5, 0, method="lower") for k in each[0]}
+                facts = {"text": name, "layer": one}
+                scores += [facts | {"head": n} | {k: float(v[n]) for k, v in told.items()} for n in range(heads)]
         setting.write(scores, "_scores")
     else:
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
-    pair = [first[middle][0][head], first[middle][-1][head]]
-    draw_positions(pair, middle, head, setting.beside("_positions.png"))
-    line = line_at(pair[1], LINE)
+    early_row, late = first[middle][0][head], first[middle][-1][head]
+    draw_positions([early_row, late], middle, head, setting.beside("_positions.png"))
+    line, before = line_at(late, LINE), [*early_row.tolist(), *[None] * (len(late) - len(early_row))]
+    facts = {"layer": middle, "head": head, "hold": LINE}
     by_position = [
-        {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
-        | {"weight_before": float(pair[0][p]) if p <= early else None, "hold": LINE}
-        for p, weight in enumerate(pair[1].tolist())
+        facts | {"position": p, "weight": weight, "above_line": int(weight >= line), "weight_before": before[p]}
+        for p, weight in enumerate(late.tolist())
     ]
     setting.write(by_position, "_positions")
 

@@ -60,10 +60,10 @@ def row(name: str, **columns: Any) -> pd.Series:
 def picked(name: str, **columns: Any) -> Iterator[pd.Series]:
     """`row` of each value of a column whose value is a list; a dict gives each a further column, `name`."""
     column = next((each for each, value in columns.items() if isinstance(value, list | dict)), None)
-    for value in [None] if column is None else columns[column]:
+    values = [None] if column is None else columns[column]
+    for value in values:
         found = row(name, **columns | ({} if column is None else {column: value}))
-        named = columns.get(column)
-        yield found if not isinstance(named, dict) else pd.concat([found, pd.Series({"name": named[value]})])
+        yield pd.concat([found, pd.Series({"name": values[value]})]) if isinstance(values, dict) else found
 
 
 class Number(float):
@@ -178,22 +178,19 @@ def processor(cpu: str) -> str:
 
 
 def peers_caption() -> str:
-    ms = rows("peers").pivot(index="context", columns="way", values="p50")
-    faster = ms[ms[LLAMA] < ms[OURS]]
-    shorter = (
-        f" Up to {faster.index[-1] // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than "
-        "that of Transformers."
-        if len(faster)
-        else ""
+    ms, first = rows("peers").pivot(index="context", columns="way", values="p50"), rows("peers").iloc[0]
+    faster = "".join(
+        f" Up to {longest // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than that of "
+        "Transformers."
+        for longest in ms.index[ms[LLAMA] < ms[OURS]][-1:]
     )
-    first = rows("peers").iloc[0]
     name, _, zen = processor(first.cpu).partition(" (")
-    machine = f"{first.threads} threads of an {name} processor{zen and f' ({zen}'}"
     dynamic, static, llama = (tell("{}×", ms[way][32768] / ms[OURS][32768]) for way in (DYNAMIC, STATIC, LLAMA))
     return (
-        f"*SmolLM2-135M in bfloat16 on {machine}: same weights, prompt and threads, in turns (`eval/peers.py`). "
-        f"At 32k tokens, `scout` with `fast_linear` decodes {dynamic} as fast as `DynamicCache`, "
-        f"{static} as fast as `StaticCache` and {llama} as fast as llama.cpp.{shorter}*"
+        f"*SmolLM2-135M in bfloat16 on {first.threads} threads of an {name} processor{zen and f' ({zen}'}: same "
+        f"weights, prompt and threads, in turns (`eval/peers.py`). At 32k tokens, `scout` with `fast_linear` decodes "
+        f"{dynamic} as fast as `DynamicCache`, {static} as fast as `StaticCache` and {llama} as fast as "
+        f"llama.cpp.{faster}*"
     )
 
 
@@ -770,34 +767,6 @@ FIGURES: dict[str, Callable[[], str]] = {
 """The text of each name."""
 
 
-COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
-
-
-def draw_quality(source: Path) -> None:
-    """Draw a CSV of quality.py beside it: KL against what a head reads, and against the time of a step.
-
-    A plot for each context; a curve for each method, and one for each form of the host's blocks.
-    """
-    from plotting import plot
-
-    frame = _read(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
-    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
-    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
-    frame["method"] = frame.method.str.replace("host_dtype=", "")
-    contexts, methods = frame.context.unique(), list(frame.method.unique())
-    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
-        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
-            for one, context in zip(row_of_axes, contexts, strict=True):
-                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
-                one.yaxis.set_major_formatter("{x:g}")
-                shown = frame[frame.context == context].dropna(subset=[cost])
-                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
-                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
-                    one.plot(mine[cost], mine.kl, "o-", color=color)
-                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
-                one.margins(x=0.15, y=0.1)
-
-
 def pages() -> list[Path]:
     """The pages that may hold figures."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -818,10 +787,7 @@ def write(text: str) -> str:
 
 def main(
     paths: Annotated[list[Path] | None, typer.Argument(exists=True, help="Pages [default: all].")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is out of date.")
-    ] = False,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw eval/results/quality.png anew, too.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is old.")] = False,
 ) -> None:
     """Write the measured numbers of README.md and docs/ from the CSVs."""
     stale = []
@@ -834,8 +800,6 @@ def main(
                 page.write_text(made, encoding="utf-8")
     if stale:
         print(("out of date: " if check else "wrote ") + ", ".join(map(str, stale)))
-    if picture:
-        draw_quality(RESULTS / "quality.csv")
     if check and stale:
         raise typer.Exit(1)
 

@@ -50,7 +50,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import common
 from context_attention import read_bytes
-from figures import draw_quality
 from hf_offload.tools import assets, measuring
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompter
@@ -408,8 +407,6 @@ def main(
     by = ["context", "row"] if "context" in means else ["row"]
     table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
     common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
-    if ask == "text":
-        draw_quality(setting.out)
     kept.remove()
 
 
