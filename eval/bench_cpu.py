@@ -5,19 +5,16 @@
 
 Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
 section take turns; shown are medians with their 20th and 80th percentile. The limit is what a plain read of memory
-reaches in the same turns. Section `pairs` draws keys and attends them; HF_OFFLOAD_ISA=avx2 chooses the instructions.
-Section `linear` multiplies 1 to 8 rows with the weights of a few layers, one by one.
+reaches in the same turns. Section `linear` multiplies 1 to 8 rows with the weights of a few layers, one by one.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import numba
@@ -28,26 +25,15 @@ import typer
 import common
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.memory import host_empty
-from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
-from hf_offload.cpu.kernels.digest_scores import Digest
-from hf_offload.cpu.kernels.draw_pairs import (
-    MASSES,
-    Always,
-    PairLists,
-    Thresholds,
-    draw_pairs,
-    kept_masses,
-    most_pairs,
-)
+from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.record import HostBlocks
-from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "linear", "pairs")
+SECTIONS = ("decode", "linear")
 _WARM = torch.ones(256, 256)
 # Hidden and MLP sizes, KV width, layers and vocabulary of models whose products are timed.
 WIDTHS = {
@@ -138,7 +124,6 @@ class Memory:
         for slab in pool.packed_slabs if packed else pool.slabs:
             slab.view(torch.uint8).fill_(60)  # 0.01 in bf16 and fp32, 1.06 in fp16
         self.pool = pool
-        self.table = np.arange(self.blocks, dtype=np.int32)[None]
         self.rng = np.random.default_rng(0)
 
     def choose(self, batch: int, count: int) -> np.ndarray:
@@ -148,57 +133,20 @@ class Memory:
 
     def decode(self, group: int, batch: int, budget: int, *, dense: bool = False) -> Launch:
         """One decode over `budget` tokens a row and KV head, scattered or (dense) one behind the other."""
-        count = budget // self.block_size
-        query = self._query(group, batch)
-        blocks = self.choose(batch, count)
+        count, length = budget // self.block_size, self.blocks * self.block_size
+        query = self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
+        chosen = self.choose(batch, count)
         if dense:
             start = self.rng.integers(self.blocks - count)
-            blocks[:] = np.arange(start, start + count)
-        counts = np.full(blocks.shape[:2], count, np.int32)
-        return self._attention(query, blocks, counts)
-
-    def _attention(
-        self, query: np.ndarray, items: np.ndarray, counts: np.ndarray, pairs: Pairs | None = None
-    ) -> Launch:
-        """Attention of some rows, each of which has all blocks."""
-        batch, length = len(query), self.blocks * self.block_size
+            chosen[:] = np.arange(start, start + count)
         packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
         holes, valid = np.zeros((batch, self.blocks), np.uint8), np.ones((batch, length), np.uint8)
-        table = np.repeat(self.table, batch, 0)
+        table = np.repeat(np.arange(self.blocks, dtype=np.int32)[None], batch, 0)
         blocks = HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size, packed)
         return decode_attention(
-            query, blocks, items, counts, length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
-            scale=self.dim**-0.5, softcap=None, pairs=pairs,
+            query, blocks, chosen, np.full(chosen.shape[:2], count, np.int32), length, np.empty_like(query),
+            np.empty(query.shape[:2], np.float32), scale=self.dim**-0.5, softcap=None,
         )  # fmt: skip
-
-    def pairs(self, group: int, tokens: int, context: int) -> Launch:
-        """One decode over so many tokens a KV head in scattered pairs, half of them drawn, of a context chosen anew."""
-        query, span = self._query(group, 1), context // self.block_size
-        start = int(self.rng.integers(self.blocks - span)) * self.block_size // 2
-        lists = PairLists.of(1, self.kv_heads, tokens // 2)
-        for h in range(self.kv_heads):
-            lists.pairs[0, h] = np.sort(self.rng.choice(context // 2, tokens // 2, replace=False)) + start
-        lists.weights[:] = self.rng.integers(0, 2, lists.weights.shape)
-        lists.counts[:] = tokens // 2
-        return self._attention(query, lists.pairs, lists.counts, Pairs.of(lists.weights, query.shape[1]))
-
-    def draw(self, group: int, digest: Digest, context: int, samples: int) -> Launch:
-        """One draw from the digests of a context."""
-        blocks, size = context // self.block_size, self.block_size // 2
-        query, room = self._query(group, 1), min(most_pairs(samples, group, blocks * size) + 64, blocks * size)
-        masses = np.empty((1, group * self.kv_heads, kept_masses(blocks, size)), MASSES)
-        holes, valid = np.zeros((1, blocks), np.uint8), np.ones((1, context), np.uint8)
-        low = np.zeros(1, np.int32)
-        table = self.table[:, :blocks].copy()
-        return draw_pairs(
-            query, digest, table, Always(low, low + 16, 16), Thresholds.of(0, low, blocks * size), masses,
-            PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
-            scale=self.dim**-0.5, softcap=None,
-            unsealed=HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size),
-        )  # fmt: skip
-
-    def _query(self, group: int, batch: int) -> np.ndarray:
-        return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
 
     def bytes_of(self, batch: int, budget: int) -> int:
         """Bytes of the K and V that a call attends."""
@@ -234,45 +182,6 @@ def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
     ]
     for dim, block in ((64, 32), (128, 16), (128, 64), (256, 32)):
         yield [read, case(Memory(8, dim, block, dtype), 4, 1, 2048)]
-
-
-def pairs_of(rows: int, kv_heads: int, dim: int, rng: np.random.Generator) -> Digest:
-    """Sub-means of 16 pairs for each of so many blocks, of which none is an outlier."""
-    pairs = 16
-    codes = host_empty((rows, kv_heads, pairs * dim // 2), torch.uint8).numpy()
-    codes[:] = rng.integers(0, 256, codes.shape, dtype=np.uint8)
-    levels = host_empty((rows, kv_heads, dim // 16, pairs), torch.int32).numpy()
-    levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
-    sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
-    sizes[:] = 0x3D803D80
-    center, sigma = (rng.random((1, kv_heads, dim), dtype=np.float32) for _ in range(2))
-    return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
-
-
-def pair_cases(name: str, read: Case) -> Iterator[list[Case]]:
-    """The draw of pairs and attention to them, beside as many and twice as many tokens in blocks."""
-    rng, isa = np.random.default_rng(0), os.environ.get("HF_OFFLOAD_ISA", "own")
-    for kv_heads, group, dim in ((3, 3, 64), (8, 4, 128)):
-        memories = [Memory(kv_heads, dim, 32, DTYPES[name])]
-        if name == "bf16":
-            memories.append(Memory(kv_heads, dim, 32, DTYPES[name], packed=True))
-        cases = [read]
-        for memory in memories:
-            facts = {"dtype": "int8" if memory.packed else name, "dim": dim, "group": group, "isa": isa}
-            facts |= {"batch": 1, "block_size": 32, "kernel_threads": 1}
-            for tokens in (512, 1024):
-                attend = partial(memory.pairs, group, tokens, 8192)
-                blocks = partial(memory.decode, group, 1, tokens)
-                more = facts | {"budget": tokens}
-                cases += [Case(kind, make, memory.bytes_of(1, tokens), more) for kind, make in
-                          (("pairs", attend), ("blocks", blocks))]  # fmt: skip
-        for context in (each for each in (8192, 32768) if each <= 32 * memories[0].blocks):
-            digest = pairs_of(context // 32, kv_heads, dim, rng)
-            for samples in (128, 512):
-                draw = partial(memories[0].draw, group, digest, context, samples)
-                more = {"dim": dim, "group": group, "isa": isa, "context": context, "samples": samples}
-                cases.append(Case("draw_pairs", draw, 0, more | {"kernel_threads": 1}))
-        yield cases
 
 
 def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iterator[list[Case]]:
@@ -331,8 +240,6 @@ def main(
         for count in common.numbers(threads) if "decode" in wanted else ():
             for cases in decode_cases(name, count, read(count)):
                 measure("decode", cases, count)
-        for cases in pair_cases(name, read()) if "pairs" in wanted else ():
-            measure("pairs", cases)
         for count in common.numbers(threads) if "linear" in wanted else ():
             torch.set_num_threads(count)
             for model in WIDTHS:

@@ -1,19 +1,16 @@
-"""How fast is a prompt? The attention kernel beside torch's, and whole prompts beside `DynamicCache` with sdpa.
+"""How fast is the attention of a prompt, beside torch's?
 
     python eval/prefill.py
-    python eval/prefill.py --lengths 2k,8k --shapes 9x3x64 --dtypes bfloat16,float32 --contexts 2k,8k --threads 2
+    python eval/prefill.py --lengths 2k,8k --shapes 9x3x64 --dtypes bfloat16,float32 --threads 2
 
-Attention: exact causal attention of so many tokens to themselves, of random queries, keys and values; GFLOP/s of the
-causal half, and as a share of what a matrix product of the same dtype reaches in the same turns. `torch` is its flash
-attention for the CPU, with keys and values repeated for the heads of a group beforehand. Prompts: seconds of a model's
-forward over a text, at once and in chunks (llama.cpp's: `peers.py`); `peak_mib` is what the process had at most beyond
-what it began with. All take turns; shown are medians.
+Exact causal attention of so many tokens to themselves, of random queries, keys and values; GFLOP/s of the causal half,
+and as a share of what a matrix product of the same dtype reaches in the same turns. `torch` is its flash attention for
+the CPU, with keys and values repeated for the heads of a group beforehand. Whole prompts: `peers.py`.
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
+import itertools
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -21,13 +18,9 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from transformers import DynamicCache, PreTrainedModel
 
 import common
-import hf_offload
-from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
-from hf_offload.model.hooks import cache_argument
 
 
 def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -55,9 +48,9 @@ def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dty
     return {"hf_offload": ours, "torch": flash, "matmul": lambda: one @ two}
 
 
-def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
+def measure(shape: str, dtype: str, length: int, rounds: int) -> list[dict[str, Any]]:
     """One record a way."""
-    heads, kv_heads, dim = shape
+    heads, kv_heads, dim = map(int, shape.split("x"))
     ways = attention(heads, kv_heads, dim, length, common.DTYPES[dtype])
     work = 2 * heads * dim * length**2  # of the causal half two products; the matrix product has one, of all
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -67,70 +60,32 @@ def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds:
         start = time.perf_counter()
         call()
         seconds[way].append(time.perf_counter() - start)
-    records = []
-    for way, found in seconds.items():
-        spread = common.percentiles(found)
-        facts = {"way": way, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype}
-        records.append({**facts, **spread, "gflops": work / spread["p50"] / 1e9})
-    _, torchs, product = (record["gflops"] for record in records)
-    return [r | {"of_torch": r["gflops"] / torchs, "of_matmul": r["gflops"] / product} for r in records]
-
-
-def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
-    """Seconds of a prompt that is read with a cache of its own, and the MiB that it takes at the peak."""
-    model.set_attn_implementation("sdpa" if way == "DynamicCache" else "hybrid_sparse")
-    cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
-    gc.collect()
-    trim_heap()  # what an earlier prompt has left
-    given = cache_argument(model, cache)
-    before = common.resident_bytes()
-    common.forget_peak()
-    with torch.inference_mode():
-        start = time.perf_counter()
-        for part in ids.split(chunk or ids.shape[1], 1):
-            model(part, **given, logits_to_keep=1)
-        return time.perf_counter() - start, (common.peak_bytes() - before) / 2**20
+    spread = {way: common.percentiles(found) for way, found in seconds.items()}
+    speed = {way: work / found["p50"] / 1e9 for way, found in spread.items()}
+    return [
+        {"way": way, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype}
+        | spread[way]
+        | {"gflops": mine, "of_torch": mine / speed["torch"], "of_matmul": mine / speed["matmul"]}
+        for way, mine in speed.items()
+    ]
 
 
 def main(
     lengths: Annotated[str, typer.Option(help="Tokens that attend themselves.")] = "2k,8k",
     shapes: Annotated[str, typer.Option(help="Query heads x KV heads x head size.")] = "9x3x64,16x4x128",
     dtypes: Annotated[str, typer.Option(help="Of queries, keys and values.")] = "bfloat16,float16,float32",
-    contexts: Annotated[str, typer.Option(help="Lengths of whole prompts; none: no model is loaded.")] = "2k,8k",
-    chunks: Annotated[str, typer.Option(help="Tokens of a forward; 0: the whole prompt.")] = "0,1k,4k",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
-    *,
-    setting: common.TextSetting,
+    threads: common.ThreadsOption = 0,
+    out: common.OutOption = common.RESULTS / "prefill.csv",
 ) -> None:
-    """Time attention and prompts."""
-    if setting.threads:
-        torch.set_num_threads(setting.threads)
+    """Time attention to a prompt."""
+    torch.set_num_threads(threads or torch.get_num_threads())
+    names, sizes = common.listed(dtypes, common.DTYPES, "dtypes"), common.numbers(lengths)
     records: list[dict[str, Any]] = []
-    for shape in shapes.split(","):
-        heads, kv_heads, dim = map(int, shape.split("x"))
-        for dtype in common.listed(dtypes, common.DTYPES, "dtypes"):
-            for length in common.numbers(lengths):
-                records += time_attention((heads, kv_heads, dim), length, dtype, rounds)
-    common.write_csv(setting.out, records)
+    for case in itertools.product(shapes.split(","), names, sizes):
+        records += measure(*case, rounds)
+    common.write_csv(out, records)
     common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
-    if not contexts:
-        return
-    model, tokenizer = setting.load()
-    prompts: list[dict[str, Any]] = []
-    for context in common.numbers(contexts):
-        ids = setting.window(tokenizer, "code", 0, context)
-        read(model, "hf_offload", ids[:, :600], 0)  # compiles
-        each = [chunk for chunk in common.numbers(chunks) if chunk < context]
-        rows = [(way, chunk) for chunk in each for way in ("hf_offload", "DynamicCache")]
-        found: dict[Any, list[tuple[float, float]]] = {row: [] for row in rows}
-        for _, row in common.in_turns(rows, max(rounds // 2, 1)):
-            found[row].append(read(model, row[0], ids, row[1]))
-        for (way, chunk), times in found.items():
-            seconds, peaks = zip(*times, strict=True)
-            told = {"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds)}
-            prompts.append(told | {"peak_mib": statistics.median(peaks)})
-    setting.write(prompts, "_prompts")
-    common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
 
 
 if __name__ == "__main__":

@@ -39,12 +39,9 @@ class Asking:
     """The options that all benchmarks share."""
 
     rows: common.RowsOption = field(default_factory=lambda: [ROWS])
-    setup: Annotated[
-        str,
-        typer.Option(
-            help='How the question is attended: "dense", like the prompt, "sparse", as the policy decodes, or both.'
-        ),
-    ] = "dense"
+    setup: Annotated[str, typer.Option(help='The question: "dense", like the prompt, "sparse", decoded, or both.')] = (
+        "dense"
+    )
     limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")] = None
     min_tokens: Annotated[int, typer.Option(min=0, help="Leave out shorter prompts.")] = 0
     max_tokens: Annotated[
@@ -52,32 +49,25 @@ class Asking:
     ] = None
     new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt in one forward; each row then reads for itself.")
-    ] = None
 
     def __post_init__(self) -> None:
-        if unknown := set(self.setups) - set(SETUPS):
-            raise typer.BadParameter(f"unknown setups {', '.join(sorted(unknown))}: choose among {', '.join(SETUPS)}")
+        _ = self.setups
 
     @property
     def setups(self) -> list[str]:
         """The setups, one by one."""
-        return list(dict.fromkeys(self.setup.replace(" ", "").split(",")))
+        return common.listed(self.setup, SETUPS, "setups")
 
 
 def run(
     title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **settings: Any
-) -> list[dict[str, Any]]:
+) -> None:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
     Args:
         title: of the benchmark.
         tasks: names of its tasks; read: gives the samples of one.
         settings: what else the answers depend on, for `json`.
-
-    Returns:
-        What was reported, an answer an entry; nothing in processes but the first.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
     rows = common.rows_of(asking.rows, stock=(CONTROL,))
@@ -85,7 +75,7 @@ def run(
         raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     settings |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
-    settings |= {name: getattr(asking, name) for name in ("new_tokens", "chat", "chunk")}
+    settings |= {"new_tokens": asking.new_tokens, "chat": asking.chat}
     records = common.Records(setting.beside(".jsonl"), KEYS, settings, state.process_index)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
@@ -103,15 +93,11 @@ def run(
         for question in mine:
             ask(asking, rows, *question, model, tokenizer, records, bar)
     state.wait_for_everyone()
-    reported: list[dict[str, Any]] = []
     if state.is_main_process:
         records.join()
-        samples = [sample for sample, _ in everything]
-        keys = [(each.task, each.name, row.name, s) for s in asking.setups for row in rows for each in samples]
-        reported = [records.found[key] for key in keys]
-        report(title, setting, reported, missing)
+        every = [(row, sample, s) for s in asking.setups for row in rows for sample, _ in everything]
+        report(title, setting, [records.found[x.task, x.name, row.name, s] for row, x, s in every], missing)
     state.destroy_process_group()
-    return reported
 
 
 def questions(
@@ -143,7 +129,7 @@ def ask(
     tokenizer: PreTrainedTokenizerBase, records: common.Records, bar: tqdm[Any],
 ) -> None:  # fmt: skip
     """Let every row answer one question that it has not answered before, in these words."""
-    reading = Reading(model, prompt.ids.to(model.device), asking.chunk)
+    reading = Reading(model, prompt.ids.to(model.device))
     for setup in asking.setups:
         for row in rows:
             bar.set_description(f"{sample.task}, {row.name}")
