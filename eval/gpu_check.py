@@ -27,7 +27,7 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
 At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
 Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
-time for), `failed.txt` (why), `env.txt` (the machine), and all of it once more as an archive, `<out>.tar.gz`. A first
+time for), `failed.txt` (why), and all of it once more as an archive, `<out>.tar.gz`. A first
 call gets to what tells most; `--part correctness --out results` and `--part decode --out results` get to the rest. What
 has passed of the tests is not repeated by a later call at the same commit, on the same device, into the same folder.
 The exit status is 1 if anything failed, and 75 if nothing did but not all tests were run: call again. (`make` makes 2
@@ -37,7 +37,6 @@ of both.) Memory errors: `compute-sanitizer --tool memcheck python -m pytest -x 
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -82,7 +81,6 @@ def main(
         raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
     out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
     out.begin([*wanted, "model"], [LASTING])
-    (results / "env.txt").write_text(machine(), encoding="utf-8")
     deadline, bad = started + 60 * minutes, False
     for place, name in enumerate(wanted):
         left = sum(PARTS[other][1] for other in wanted[place:])
@@ -98,19 +96,6 @@ def main(
         raise typer.Exit(1)
     if LASTING in wanted and set(out.cases(LASTING).values()) != {"done"}:
         raise typer.Exit(UNFINISHED)
-
-
-def machine() -> str:
-    """What the results do not say of the machine: what its own tools tell, as far as it has them."""
-    texts = []
-    for call in ("nvidia-smi -q", "lscpu", "cat /proc/meminfo", f"{sys.executable} -m pip list"):
-        try:
-            done = subprocess.run(call.split(), capture_output=True, text=True, check=False, timeout=30)
-            text = done.stdout + done.stderr
-        except (OSError, subprocess.TimeoutExpired) as reason:
-            text = f"{reason}\n"
-        texts.append(f"=== {call}\n{text}\n")
-    return "".join(texts)
 
 
 def run_part(part: str, options: Options, results: Results, seconds: float) -> bool:

@@ -34,19 +34,14 @@ import common
 BLOCK_SIZE = 32
 
 
-def grid(tokens: int, ratios: list[float], betas: list[float], learns: dict[str, Any]) -> dict[str, Any]:
-    """The rows that attend shares of the texts' length, by name; `grid` names those of hgca, which `learns` so."""
+def grid(tokens: int, ratios: list[float], betas: list[float], tier: str | None) -> dict[str, Any]:
+    """The rows that attend shares of the texts' length, by name; `grid` names those of hgca."""
+    common_knobs = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
     newest = {ratio: math.ceil(ratio * tokens / BLOCK_SIZE) * BLOCK_SIZE for ratio in ratios}
-    rows: dict[str, Any] = {}
-    for ratio, attended in newest.items():
-        for beta in betas:
-            knobs = {"window": attended, "beta": beta, "block_size": BLOCK_SIZE} | learns
-            rows[f"hgca-{ratio:g}-{beta:g}"] = common.Row(f"hgca-{ratio:g}-{beta:g}", "hgca", knobs)
-    rows["grid"] = list(rows)
-    for ratio, attended in newest.items():
-        knobs = {"budget": attended, "block_size": BLOCK_SIZE}
-        rows[f"window-{ratio:g}"] = common.Row(f"window-{ratio:g}", "window", knobs)
-    return rows
+    every = [(f"hgca-{r:g}-{b:g}", "hgca", {"window": n, "beta": b}) for r, n in newest.items() for b in betas]
+    every += [(f"window-{ratio:g}", "window", {"budget": n}) for ratio, n in newest.items()]
+    rows: dict[str, Any] = {name: common.Row(name, policy, knobs | common_knobs) for name, policy, knobs in every}
+    return rows | {"grid": [name for name in rows if name.startswith("hgca")]}
 
 
 def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -106,8 +101,6 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of each text.")] = 1,
     ratios: Annotated[str, typer.Option(help="Shares of the length that are attended densely.")] = "0.1,0.25,0.5,0.75",
     betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
-    alpha: Annotated[float | None, typer.Option(help="How fast the grid's hgca forgets [default: its own].")] = None,
-    steps: Annotated[str | None, typer.Option(help='"max" or "mean" of its weights [default: its own].')] = None,
     rows: common.RowsOption = ["grid"],  # noqa: B006
     tier: common.TierOption = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens that full attention takes in at a time.")] = 512,
@@ -116,9 +109,8 @@ def main(
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     kinds = common.kinds_of(texts)
-    learns = {name: value for name, value in (("alpha", alpha), ("steps", steps), ("tier", tier)) if value is not None}
-    chosen = common.rows_of(rows, tier, known=grid(tokens, shares(ratios), shares(betas), learns))
-    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "learns": learns, "prose": setting.source}
+    chosen = common.rows_of(rows, tier, known=grid(tokens, shares(ratios), shares(betas), tier))
+    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
     progress = setting.records(("row", "kind"), chosen, **about)
     model, tokenizer = setting.load()
     starts = [(kind, common.OFFSETS[kind][0] + number * tokens) for kind in kinds for number in range(batch)]

@@ -146,8 +146,7 @@ def measure(
 
 def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: int) -> dict[str, Any]:
     """Time decode steps of a cache that is full; milliseconds."""
-    shape = WARM_UP + options.steps, batch, 1
-    coming = iter(torch.randint(model.config.vocab_size, shape, device=options.device))
+    coming = iter(torch.randint(model.config.vocab_size, (WARM_UP + options.steps, batch, 1), device=options.device))
     mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
