@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from os.path import commonprefix
@@ -57,12 +58,12 @@ def row(name: str, **columns: Any) -> pd.Series:
     return found.iloc[0]
 
 
-def picked(name: str, **columns: Any) -> Iterator[pd.Series]:
+def picked(file: str, **columns: Any) -> Iterator[pd.Series]:
     """`row` of each value of a column whose value is a list; a dict gives each a further column, `name`."""
     column = next((each for each, value in columns.items() if isinstance(value, list | dict)), None)
     values = [None] if column is None else columns[column]
     for value in values:
-        found = row(name, **columns | ({} if column is None else {column: value}))
+        found = row(file, **columns | ({} if column is None else {column: value}))
         yield pd.concat([found, pd.Series({"name": values[value]})]) if isinstance(values, dict) else found
 
 
@@ -85,15 +86,19 @@ class Number(float):
         return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
 
 
-def tell(template: str, *values: Any, **named: Any) -> str:
-    """A template with its numbers; those of a row by the names of its columns (`*values`: numbers, or one row)."""
+class Fields(string.Formatter):
+    """Fields are expressions: `{disk_bytes / 2**20:.0f}`."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        value = args[int(field_name)] if field_name.isdigit() else eval(field_name, {}, dict(kwargs))
+        return (value if isinstance(value, str) else Number("nan" if value is None else value)), field_name
+
+
+def tell(template: str, *values: Any) -> str:
+    """A template with its numbers; those of one row by the names of its columns."""
     if len(values) == 1 and isinstance(values[0], pd.Series):
-        values, named = (), dict(values[0])
-
-    def written(value: Any) -> Any:
-        return value if isinstance(value, str) else Number("nan" if value is None else value)
-
-    return template.format(*map(written, values), **{name: written(value) for name, value in named.items()})
+        return Fields().vformat(template, (), dict(values[0]))
+    return Fields().vformat(template, values, {})
 
 
 def told(file: str, template: str, sep: str = " and ", **columns: Any) -> Callable[[], str]:
@@ -195,11 +200,10 @@ def peers_caption() -> str:
 
 
 def peers_summary() -> str:
-    frame = rows("peers").assign(both=lambda each: each.prefill_s + ANSWER * each.p50 / 1000)
     cells = {"{}: ms a token": "{p50:3}", "{}: prompt, s": "{prefill_s:3}"}
-    cells[f"{{}}: prompt + {ANSWER} × a token, s"] = "{both:3}"
+    cells[f"{{}}: prompt + {ANSWER} × a token, s"] = f"{{prefill_s + {ANSWER} * p50 / 1000:3}}"
     labels = {way: way if way in (STOCK, LLAMA) else f"`{way}`" for way in (OURS, STOCK, DYNAMIC, STATIC, LLAMA)}
-    return pivot(frame, "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
+    return pivot(rows("peers"), "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
 
 
 def peers_table() -> str:
@@ -211,12 +215,11 @@ def peers_table() -> str:
 def linear_speed() -> str:
     """Products of one row: GB/s of weights, and the share of what a plain read reaches."""
     ours, theirs = (rows("bench_cpu_linear", case=case, batch=1) for case in ("linear", "torch: linear"))
-    frame = ours.merge(theirs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1")
     cells = {
         "weights of": "{model}", "dtype": "{dtype}", "torch, GB/s": "{gb_per_s_torch} ({of_limit_torch:.0%})",
-        "`fast_linear`, GB/s": "{gb_per_s} ({of_limit:.0%})", "ratio": "{ratio}×",
+        "`fast_linear`, GB/s": "{gb_per_s} ({of_limit:.0%})", "ratio": "{gb_per_s / gb_per_s_torch}×",
     }  # fmt: skip
-    return table(frame.assign(ratio=frame.gb_per_s / frame.gb_per_s_torch), cells, words=2)
+    return table(ours.merge(theirs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1"), cells, words=2)
 
 
 def batches(threads: int = 2) -> pd.DataFrame:
@@ -226,11 +229,6 @@ def batches(threads: int = 2) -> pd.DataFrame:
     contexts = frame.context.astype(str)
     frame = frame.assign(length=contexts.str.partition("+")[0].astype(int), batch=contexts.str.count(r"\+") + 1)
     return frame.pivot(index=["length", "batch"], columns="row", values="step").rename(columns=ways)
-
-
-def batch_table() -> str:
-    cells = {"context": "{length:,.0f}", "rows": "{batch:.0f}", "`DynamicCache`": "{dynamic:3}"}
-    return table(batches().reset_index(), cells | {"`budget=1024`": "{budget:3}", "`samples=512`": "{samples:3}"})
 
 
 def samples_time(length: int) -> str:
@@ -278,12 +276,6 @@ def losses(policy: str) -> str:
     )
 
 
-def budget_kl() -> str:
-    mine = by_setting("pareto").loc["scout"]
-    titles = ["", *(f"`{knobs}`" for knobs in mine.knobs)]
-    return lines(titles, [["KL to full attention", *(f"{kl:.4f}" for kl in mine.kl)]])
-
-
 KINDS = {kind: kind for kind in ("prose", "documentation", "code")}
 
 
@@ -323,11 +315,10 @@ def extraction_table() -> str:
 
 
 def needles_table() -> str:
-    frame = rows("needle")
-    frame[["found", "of"]] = frame[["score", "full"]].mul(frame.pairs / 100, axis=0)
-    names = KINDS | {"average": "all"}
+    frame, names = rows("needle"), KINDS | {"average": "all"}
     frame = frame[frame.row != frame.row.iloc[0]]
-    return pivot(frame, "row", "task", {"{}": "{found:.0f} ({of:.0f})"}, names=names, first="found (by full attention)")
+    cells = {"{}": "{score * pairs / 100:.0f} ({full * pairs / 100:.0f})"}
+    return pivot(frame, "row", "task", cells, names=names, first="found (by full attention)")
 
 
 def hidden_numbers(name: str, file: str = "needle") -> str:
@@ -439,11 +430,6 @@ def retrieval() -> str:
     return "; ".join(found)
 
 
-def tau() -> str:
-    found = rows("context_attention_tau").iloc[1:]
-    return tell("{}, {}, {} MiB chosen, KL {}, {}, {}", *found.chosen_MiB, *found.kl)
-
-
 # Residency, saving, steadiness, kernels
 
 
@@ -456,15 +442,6 @@ def recalls() -> pd.DataFrame:
     steps = (frame.recall_interval * frame.recalls).groupby(frame.row, sort=False).first()
     interval = steps * by_row.size() / by_row.recalls.sum()
     return pd.DataFrame({"share": by_row.cpu_ratio.mean(), "interval": interval}).rename_axis("row")
-
-
-def ratio_table() -> str:
-    columns = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}"}
-    return table(recalls().reset_index(), columns | {"steps between recalls": "{interval}"})
-
-
-def saved_mib(name: str) -> str:
-    return tell("{:.0f} MiB", row("save_load", row=name, tokens=8192).disk_bytes / 2**20)
 
 
 def serve_table() -> str:
@@ -542,13 +519,6 @@ def gpu_ratio(column: str, over: pd.Series, under: pd.Series) -> str:
     return tell("{}×", over[column] / under[column])
 
 
-def gpu_idle_time(busy: bool) -> str:
-    """Milliseconds of a step of a full cache and of the default on an H200 in which the device computes, or idles."""
-    where = {"context": 32768, "batch": 1, "commit": "d172962"}
-    found = [row("h200/decode", row=name, **where) for name in ("full-resident-graph", "default-graph")]
-    return tell("{} and {} ms", *(one.busy * one.profiled if busy else one["between"] for one in found))
-
-
 def gpu_for_nothing() -> str:
     """What of a full cache's step on a GPU goes into asking a CPU that has nothing to attend."""
     step = gpu("full-resident-graph", 65536)
@@ -559,16 +529,9 @@ def gpu_for_nothing() -> str:
 
 def gpu_hand_over() -> str:
     """Microseconds a layer, of nothing and of some work by all threads."""
-    found, nothing = rows("h100/handoff"), rows("h100/handoff", work="nothing").p50.min()
-    some = found.iloc[-1]
-    work = some.work.replace("a head", "for each KV head")
-    return tell("{} µs if the work is nothing, {} µs with {}", nothing, some.p50, work)
-
-
-def gpu_idle() -> str:
-    """Of 16 rows whose blocks a script chose: shares of the time that the device waits, and has nothing to run."""
-    one = row("h100/decode", row="scout-graph", batch=16)
-    return tell("{:.1%} of the time it waits, {:.0%} it has nothing to run", one.waiting + one.moving, one.gaps)
+    nothing, some = rows("h100/handoff", work="nothing").p50.min(), rows("h100/handoff").iloc[-1]
+    said = tell("{} µs if the work is nothing, {} µs with ", nothing, some.p50)
+    return said + some.work.replace("a head", "for each KV head")
 
 
 def gpu_without(part: str) -> float:
@@ -617,6 +580,12 @@ def sources(files: str) -> str:
 
 ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
 H200 = {"file": "h200/decode", "commit": "d172962"}
+FULL_AND_DEFAULT = {"row": ["full-resident-graph", "default-graph"], "context": 32768, "batch": 1} | H200
+IDLE = "{waiting + moving:.1%} of the time it waits, {gaps:.0%} it has nothing to run"
+MIB = "{disk_bytes / 2**20:.0f} MiB"
+BATCHES = {"context": "{length:,.0f}", "rows": "{batch:.0f}", "`DynamicCache`": "{dynamic:3}"}
+BATCHES |= {"`budget=1024`": "{budget:3}", "`samples=512`": "{samples:3}"}
+RATIOS = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}", "steps between recalls": "{interval}"}
 SAVED = {"file": "save_load", "row": "scout-1024", "tokens": 8192}
 TURN = SAVED | {"tokens": 32768}
 LONG = "context_attention_32k"
@@ -642,7 +611,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "results-peers": peers_table,
     "linear-speed": linear_speed,
     "gguf-dtypes": listing("gguf_dtypes", WAYS, words=2),
-    "results-batch": batch_table,
+    "results-batch": lambda: table(batches().reset_index(), BATCHES),
     "results-needles": needles_table,
     "results-second-turn": lambda: lines(["row", "found"], [[name, second_turn(row)] for row, name in TURNS.items()]),
     "results-fidelity": fidelity_table,
@@ -656,7 +625,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "results-perplexity": perplexity_table,
     "results-ruler": partial(ruler, "ruler", BY_ROW),
     "results-fluxion": fluxion_table,
-    "results-ratio": ratio_table,
+    "results-ratio": lambda: table(recalls().reset_index(), RATIOS),
     "results-save": listing("save_load", SAVES, tokens=8192),
     "results-steady": steady_table,
     "results-kernels": kernels_table,
@@ -685,7 +654,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
     "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
     "paper-digest": lambda: tell("{}×", (fidelity()["paper-off"] / fidelity()["scout-off"]).median()),
-    "budget-kl": budget_kl,
+    "budget-kl": lambda: lines(
+        ["", *(f"`{knobs}`" for knobs in by_setting("pareto").loc["scout"].knobs)],
+        [["KL to full attention", *(f"{kl:.4f}" for kl in by_setting("pareto").loc["scout"].kl)]],
+    ),
     "cpu-ratio-1": lambda: tell("{share:.0%}", recalls().loc["recall-1"]),
     "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", recalls().loc["recall-1.5"]),
     "second-turn-hgca": partial(second_turn, "hgca-0.1"),
@@ -703,8 +675,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "store-cold": told(template="{turn_cold_disk_s} s", **TURN),
     "serve": serve_table,
     "serve-tokens": lambda: tell("{tokens:,.0f}", rows("serve").iloc[0]),
-    "saved-bytes": partial(saved_mib, "scout-1024"),
-    "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
+    "saved-bytes": told(template=MIB, **SAVED),
+    "saved-bytes-int8": told(template=MIB, **SAVED | {"row": "scout-1024-int8"}),
     "forked-bytes": told(template="{fork_bytes:.2f}×", **SAVED),
     # docs/concepts.md and docs/papers.md
     "papers-cosine": lambda: tell("{}", rows("cpu_ratio_layers", row="recall-1.5").query_cosine.mean()),
@@ -731,14 +703,18 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-retrieval": retrieval,
     "papers-mixed": told(template="{attention:3} ms", sep=" against ", context=["4096+512", "4096+4096"], **MIXED),
     "papers-predictor-share": told("context_attention_predict", "{predict_share:.1%}", context=8192),
-    "papers-tau": tau,
+    "papers-tau": lambda: tell(
+        "{}, {}, {} MiB chosen, KL {}, {}, {}",
+        *rows("context_attention_tau").chosen_MiB.iloc[1:],
+        *rows("context_attention_tau").kl.iloc[1:],
+    ),
     # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
     "gpu-sources": partial(sources, "h[12]00/*.csv"),
     "gpu-defaults": gpu_defaults,
     "gpu-h200": partial(gpu_table, "h200"),
     "gpu-first-token": told("h200/prompt", "{first} s", row="default"),
-    "gpu-busy": partial(gpu_idle_time, busy=True),
-    "gpu-between": partial(gpu_idle_time, busy=False),
+    "gpu-busy": lambda: tell("{} and {} ms", *(one.busy * one.profiled for one in picked(**FULL_AND_DEFAULT))),
+    "gpu-between": together(column="between", template="{} and {} ms", **FULL_AND_DEFAULT),
     "gpu-chosen-before": told("h200/decode", "{p50:3}", row="default-graph", context=[32768, 65536], batch=8),
     "gpu-filled": told("h200/decode", "{fill_s} s", row="full-resident-graph", batch=8, commit=["81ec37f", "d172962"]),
     "gpu-stock-h200": told("h200/decode", "{p50:3} ms", row="dynamic"),
@@ -756,7 +732,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         gpu_ratio("p50", gpu("scout", 32768, batch), gpu("scout-graph", 32768, batch)) for batch in (1, 8)
     ),
     "gpu-hand-over": gpu_hand_over,
-    "gpu-idle": gpu_idle,
+    "gpu-idle": told("h100/decode", IDLE, row="scout-graph", batch=16),
     "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
     "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
     "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
