@@ -317,6 +317,12 @@ def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: in
     return torch.tensor([ids])
 
 
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, device: torch.device) -> torch.Tensor:
+    """Token ids `[1, N]` of a text, and nothing else."""
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    return ids.to(device)
+
+
 def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """Run a prompt `[1, N]` through a model into a cache, in chunks if asked; returns the last logits `[1, V]`."""
     for part in tqdm(ids.split(chunk or ids.shape[1], dim=1), desc="prompt", unit="chunk", delay=5, leave=False):

@@ -16,22 +16,21 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
   10 % of the blocks are not resident and a recall comes every 4 steps, or 20 % and every step.
 - prompt: seconds until the first token behind a prompt of random tokens, a new cache each time: `first` with memory
   that nobody has had yet, `second` after that.
-- pieces: the speed of pinning ordinary and huge pages.
 - handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
   that is nothing.
-- kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`, in microseconds: p20, p50 and
-  p80 of the time on the device with cold caches; the time that its bytes alone would take (`floor`: at the speed of a
-  large copy, measured in the same run) and their ratio; what a launch costs the host; the time within a CUDA graph. Of
-  `add_one`, `in_graph` is what one more small kernel costs a step.
+- kernels: the speeds of copies and of pinning ordinary and huge pages; the larger operations of `hf_offload.gpu`, in
+  microseconds: p20, p50 and p80 of the time on the device with cold caches; the time that its bytes alone would take
+  (`floor`: at the speed of a large copy, measured in the same run) and their ratio; what a launch costs the host; the
+  time within a CUDA graph. Of `add_one`, `in_graph` is what one more small kernel costs a step.
 
 At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
 Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
-time for), `failed.txt` (why), and all of it once more as an archive, `<out>.tar.gz`. A first
-call gets to what tells most; `--part correctness --out results` and `--part decode --out results` get to the rest. What
-has passed of the tests is not repeated by a later call at the same commit, on the same device, into the same folder.
-The exit status is 1 if anything failed, and 75 if nothing did but not all tests were run: call again. (`make` makes 2
-of both.) Memory errors: `compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu`.
+time for), `failed.txt` (why), and all of it once more as an archive, `<out>.tar.gz`. A first call gets to what tells
+most; `--part correctness --out results` and `--part decode --out results` get to the rest. What has passed of the tests
+is not repeated by a later call at the same commit, on the same device, into the same folder. The exit status is 1 if
+anything failed, and 75 if nothing did but not all tests were run: call again. (`make` makes 2 of both.) Memory errors:
+`compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ import torch
 import typer
 
 from common import RESULTS, command, environment, listed, show
-from gpu import correctness, decoding, handoff, operations, pieces, prompts
+from gpu import correctness, decoding, handoff, operations, prompts
 from gpu.model import SHOWN as COLUMNS
 from gpu.model import check as predict
 from gpu.options import Options
@@ -56,11 +55,10 @@ from gpu.supervise import here, supervise
 
 PARTS: dict[str, tuple[ModuleType, int]] = {  # and seconds of each, if there are nine minutes
     "correctness": (correctness, 230),
-    "decode": (decoding, 200),
+    "decode": (decoding, 250),
     "prompt": (prompts, 30),
-    "pieces": (pieces, 60),
     "handoff": (handoff, 10),
-    "kernels": (operations, 30),
+    "kernels": (operations, 40),
 }
 LASTING = "correctness"
 UNFINISHED = 75  # exit status

@@ -98,11 +98,12 @@ for _name, _knobs in VARIANTS.items():
 
 Place = dict[str, Any]
 """Which text: columns of the results."""
+NEW_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked, of one model.
+    """What is asked, of one model: `places()`, `read(place)`, what all rows share of it, and `measure(read, row)`.
 
     Args:
         contexts, kinds: of the texts.
@@ -123,18 +124,6 @@ class Ask:
     needles: int
     records: int
     tier: str | None
-
-    def places(self) -> Iterator[Place]:
-        """The texts."""
-        raise NotImplementedError
-
-    def read(self, place: Place) -> Any:
-        """What all rows share of a text."""
-        raise NotImplementedError
-
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
-        """What a row makes of it; None: it is not asked."""
-        raise NotImplementedError
 
 
 class Text(Ask):
@@ -199,9 +188,6 @@ class Text(Ask):
         return bool(answer(reading, row, "dense", prompt, sample, self.tokenizer)["score"] > 0)
 
 
-NEW_TOKENS = 24
-
-
 def numbers_in(
     text: str, kind: str, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase, tokens: int
 ) -> list[Sample]:
@@ -235,7 +221,7 @@ class Extraction(Ask):
         prompt = self.tokenizer.apply_chat_template(
             said, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
-        right = self.tokenizer(told, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        right = common.ids_of(self.tokenizer, told, prompt.device)
         # Fed are the prompt's last token and all of the answer but its own.
         ids = torch.cat([prompt, right], 1)[:, :-1].to(self.model.device)
         return measuring.read(self.model, ids, right.shape[1]), right[0]
@@ -297,7 +283,7 @@ class SecondTurn(Ask):
     def _second(self, context: dict[str, Any], row: common.Row, cache: Cache) -> dict[str, Any]:
         """The answer to the second turn."""
         row.activate(self.model)
-        ids = torch.cat([context["prompt"], context["first"], self.next_turn().to(self.model.device)], 1)
+        ids = torch.cat([context["prompt"], context["first"], self.next_turn()], 1)
         text = self.tokenizer.decode(self._generate(cache, ids, NEW_TOKENS)[0], skip_special_tokens=True).strip()
         needle = context["needle"]
         found = {"tokens": context["prompt"].shape[1], "number": needle.number}
@@ -311,7 +297,7 @@ class SecondTurn(Ask):
             turns = [{"role": role, "content": content} for role, content in said]
             text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
             following = text.partition(answer)[2]
-        return self.tokenizer(following, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return common.ids_of(self.tokenizer, following, self.model.device)
 
     def _generate(self, cache: Cache, ids: torch.Tensor, most: int, least: int = 0) -> torch.Tensor:
         """New tokens `[1, ≤ most]` after ids `[1, N]`, of which the cache holds a beginning."""
@@ -351,9 +337,7 @@ def main(
     rows: common.RowsOption = [],  # noqa: B006
     contexts: Annotated[str | None, typer.Option(help="Lengths; k is 1,024 [default: 6k, or 6500].")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Tokens that rows are fed [default: by --ask].")] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Windows or numbers of each kind, or lists [default: by --ask].")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Windows, numbers, or lists [default: by --ask].")] = None,
     kinds: common.KindsOption = common.KINDS,
     tier: common.TierOption = None,
     needles: Annotated[int, typer.Option(min=0, help="text: numbers to hide in each kind of text.")] = 0,

@@ -58,12 +58,6 @@ def forget_file(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, device: torch.device) -> torch.Tensor:
-    """Token ids `[1, N]` of a text, and nothing else."""
-    ids: torch.Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    return ids.to(device)
-
-
 def turns(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: common.Row, ids: torch.Tensor, repeats: int
 ) -> dict[str, float]:
@@ -75,7 +69,7 @@ def turns(
         return hf_offload.PrefixStore(folder, model, row.policy, min_seconds=min_seconds, **row.options)
 
     def ask(name: str, store: hf_offload.PrefixStore, ids: torch.Tensor, question: str, source: str | None) -> None:
-        prompt = torch.cat([ids, ids_of(tokenizer, question, ids.device)], 1)
+        prompt = torch.cat([ids, common.ids_of(tokenizer, question, ids.device)], 1)
         with common.clock(seconds[name]), store.open(prompt) as found:
             assert found.source == source
             if source is None:
@@ -88,7 +82,7 @@ def turns(
         store = made(0)
         ask("turn_none_s", store, ids, QUESTIONS[0], None)
         store.close()
-        first = torch.cat([ids, ids_of(tokenizer, QUESTIONS[0], ids.device)], 1)
+        first = torch.cat([ids, common.ids_of(tokenizer, QUESTIONS[0], ids.device)], 1)
         for turn in range(repeats):
             for name in ("turn_disk_s", "turn_cold_disk_s"):
                 if name == "turn_cold_disk_s":
@@ -110,7 +104,7 @@ def fork_bytes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache
     one, forks = used_bytes([cache]), []
     for question in QUESTIONS:
         forks.append(cache.fork())
-        logits = common.prefill(model, forks[-1], ids_of(tokenizer, question, model.device))
+        logits = common.prefill(model, forks[-1], common.ids_of(tokenizer, question, model.device))
         go_on(model, forks[-1], logits.argmax(-1, keepdim=True), steps)
     return used_bytes([cache, *forks]) / one
 

@@ -11,6 +11,7 @@ import torch
 from common import percentiles
 from gpu.models import free_pinned
 from gpu.options import Options
+from hf_offload.blocks.memory import host_empty
 from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
@@ -101,7 +102,8 @@ class Timer:
 
 def bandwidths(options: Options) -> dict[str, float]:
     """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
-    "back" the other way, "pin" counts what is pinned, none of which has been pinned before.
+    "back" the other way; "pin" is what torch pins, "pin, huge" the package's memory on huge pages, none of which has
+    been pinned before.
     """
     timer, size = Timer(options), 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
@@ -113,7 +115,13 @@ def bandwidths(options: Options) -> dict[str, float]:
         "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
         "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
     }
-    free_pinned(options)
-    start = time.perf_counter()
-    torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu)
-    return found | {"pin": size / 1e6 / (time.perf_counter() - start)}
+    ways: dict[str, Call] = {
+        "pin": lambda: torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu),
+        "pin, huge": lambda: host_empty((size,), torch.uint8, pin=options.on_gpu),
+    }
+    for way, make in ways.items():
+        free_pinned(options)
+        start = time.perf_counter()
+        make()
+        found[way] = size / 1e6 / (time.perf_counter() - start)
+    return found
