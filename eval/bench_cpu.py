@@ -114,11 +114,13 @@ def read_case(words: np.ndarray, threads: int, share: int, **facts: Any) -> Case
 class Memory:
     """A pool of blocks far larger than the caches, for one shape; packed: in int8."""
 
-    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype, *, packed: bool = False) -> None:
+    def __init__(
+        self, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype, *, packed: bool = False, nbytes: int = 0
+    ) -> None:
         self.kv_heads, self.dim, self.block_size, self.dtype = kv_heads, dim, block_size, dtype
         self.packed = packed
         record = 2 * kv_heads * block_size * dim * dtype.itemsize
-        self.blocks = POOL_BYTES // record
+        self.blocks = (nbytes or POOL_BYTES) // record
         pool = HostPool(kv_heads, block_size, dim, dtype, packed_bytes=packed_bytes(dim, block_size))
         pool.allocate(self.blocks, packed=packed)
         for slab in pool.packed_slabs if packed else pool.slabs:

@@ -87,10 +87,10 @@ class Number(float):
 
 
 class Fields(string.Formatter):
-    """Fields are expressions: `{disk_bytes / 2**20:.0f}`."""
+    """Fields are expressions of a row's columns, and of what this module has: `{disk_bytes / 2**20:.0f}`."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        value = args[int(field_name)] if field_name.isdigit() else eval(field_name, {}, dict(kwargs))
+        value = args[int(field_name)] if field_name.isdigit() else eval(field_name, globals(), dict(kwargs))
         return (value if isinstance(value, str) else Number("nan" if value is None else value)), field_name
 
 
@@ -206,10 +206,8 @@ def peers_summary() -> str:
     return pivot(rows("peers"), "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
 
 
-def peers_table() -> str:
-    frame = rows("peers").assign(kl=lambda each: each.kl.where(each.way != DYNAMIC))
-    cells = {"prompt, s": "{prefill_s:3}", "ms a token": "{p50:3}", "peak, MiB": "{peak_mib:3}", "KL": "{kl}"}
-    return table(frame, {"way": "{way}", "context": "{context:,.0f}"} | cells)
+PEERS = {"way": "{way}", "context": "{context:,.0f}", "prompt, s": "{prefill_s:3}", "ms a token": "{p50:3}"}
+PEERS |= {"peak, MiB": "{peak_mib:3}", "KL": "{None if way == DYNAMIC else kl}"}
 
 
 def linear_speed() -> str:
@@ -253,6 +251,12 @@ def setting(name: str) -> tuple[str, str]:
     return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
 
 
+def called(name: str) -> str:
+    """A row's policy and knobs as tables write them."""
+    policy, knobs = setting(name)
+    return f"{policy}, `{knobs}`" if knobs else policy
+
+
 def by_setting(name: str, **columns: Any) -> pd.DataFrame:
     """The rows of `NAME.csv` whose columns have these values, by policy and knobs, which are columns, too."""
     frame = rows(name, **columns)
@@ -284,7 +288,7 @@ def quality_table() -> str:
     frame = by_setting("quality")
     frame = frame[~frame.knobs.str.contains("host_dtype")]
     frame["found"] = frame.groupby(level=[0, 1]).found.transform("mean")
-    labels = {name: "{}, `{}`".format(*setting(name)) for name in frame.row}
+    labels = {name: called(name) for name in frame.row}
     cells = {"KL, {}": "{kl}", "KiB": "{read:,.0f}"}
     return pivot(frame, "row", "kind", cells, labels=labels, names=KINDS, last={"numbers found": "{found:.0%}"})
 
@@ -292,7 +296,7 @@ def quality_table() -> str:
 def lengths_table() -> str:
     """KL and KiB by the length of the context."""
     frame = rows("quality_lengths").sort_values("context", kind="stable")
-    labels = {name: "{}, `{}`".format(*setting(name)) for name in rows("quality_lengths").row}
+    labels = {name: called(name) for name in rows("quality_lengths").row}
     names = {context: f"{context:,}" for context in frame.context}
     return pivot(frame, "row", "context", {"KL, {} tokens": "{kl}", "KiB": "{read:,.0f}"}, labels=labels, names=names)
 
@@ -308,10 +312,8 @@ def samples_table() -> str:
 
 def extraction_table() -> str:
     """Shares of an answer's tokens, means over the lists."""
-    frame = rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index()
-    frame["name"] = [f"{policy}, `{knobs}`" if knobs else policy for policy, knobs in map(setting, frame.row)]
-    cells = {"": "{name}", "tokens of full attention kept": "{kept:.1%}", "tokens right": "{right:.1%}"}
-    return table(frame, cells)
+    cells = {"": "{called(row)}", "tokens of full attention kept": "{kept:.1%}", "tokens right": "{right:.1%}"}
+    return table(rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index(), cells)
 
 
 def needles_table() -> str:
@@ -364,39 +366,36 @@ def fidelity() -> pd.DataFrame:
     return rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
 
 
-def perplexity() -> pd.DataFrame:
-    """Rows of perplexity.csv with what their perplexity is more than full attention's."""
-    frame = rows("perplexity")
-    told = [f"{tell('{:+.2f}', 100 * one.nll_more)} ± {100 * one.nll_more_se:.2f} %" for one in frame.itertuples()]
-    return frame.assign(told=told)
-
-
 def perplexity_table() -> str:
     labels = {f"hgca-{ratio}-1": ratio for ratio in ("0.1", "0.25", "0.5", "0.75")}
     names, last = {"code": "code", "prose": "prose"}, {"host tokens kept": "{kept_share:.0%}"}
-    first = "window, share of the text"
-    return pivot(perplexity(), "row", "kind", {"{}": "{told}"}, labels=labels, names=names, first=first, last=last)
+    first, cells = "window, share of the text", {"{}": LOST}
+    return pivot(rows("perplexity"), "row", "kind", cells, labels=labels, names=names, first=first, last=last)
+
+
+LOST = "{100 * nll_more:+.2f} ± {100 * nll_more_se:.2f} %"
+"""What the perplexity is more than full attention's, with its standard error."""
 
 
 def ruler(name: str, columns: Cells) -> str:
-    """Scores and differences to full attention, the best first; `{called}` is a policy with its knobs."""
+    """Scores and differences to full attention, the best first where `{called}` names policy and knobs."""
     frame = by_setting(name, task="average")
     frame["row"] = frame.row.str.replace("predictor=predictor.safetensors,", "")
     frame["less"] = ["–" if one.policy == "full" else tell(MORE, one) for _, one in frame.iterrows()]
-    frame["called"] = [f"`{policy}`" + (f", `{knobs}`" if knobs else "") for policy, knobs in frame.index]
-    if "{called}" in columns.values():
+    if columns is BY_POLICY:
         frame = frame.sort_values("score", ascending=False, kind="stable")
     return table(frame, columns)
 
 
 # Long contexts, Fluxion
 
+FLUXION = {"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"}
+
 
 def fluxion_table() -> str:
     frame = pd.concat([rows(f"context_attention_fluxion_{kind}") for kind in ("code", "prose")])
-    frame["said"] = frame.row.map({"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"})
-    columns = {"text": "{kind}", "row": "{said}", "chosen, MiB a token": "{chosen_MiB:3}", "KL": "{kl}"}
-    return table(frame.dropna(subset="said"), columns | {"same top token": "{top1:.0%}"}, words=2)
+    columns = {"text": "{kind}", "row": "{FLUXION[row]}", "chosen, MiB a token": "{chosen_MiB:3}", "KL": "{kl}"}
+    return table(frame[frame.row.isin(FLUXION)], columns | {"same top token": "{top1:.0%}"}, words=2)
 
 
 def trained() -> pd.DataFrame:
@@ -480,13 +479,22 @@ def tuned() -> str:
 # GPUs
 
 
-def gpu_defaults() -> str:
-    """What a cache takes by default, by the model of a step."""
-    names = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
-    frame = rows("h100/defaults").replace({"default": names})
-    columns = {"card": "{card}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "by default": "{default}"}
-    columns |= {"attend all": "{full_ms:3}", "choose": "{chosen_ms:3}", "few resident": "{split_ms:3}"}
-    return table(frame, columns | {"`DynamicCache`": "{stock_ms:3}"})
+DEFAULT = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
+CARDS = {"card": "{card}", "context": "{context:,.0f}", "rows": "{batch:.0f}"}
+CARDS |= {"by default": "{DEFAULT.get(default, default)}", "attend all": "{full_ms:3}", "choose": "{chosen_ms:3}"}
+CARDS |= {"few resident": "{split_ms:3}", "`DynamicCache`": "{stock_ms:3}"}
+"""What a cache takes by default, by the model of a step."""
+CACHES = {
+    "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
+    "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
+    "scout-quest": '`scout`, `digest="quest"`', "default": "`scout`, all resident (the default)",
+}  # fmt: skip
+
+
+def cache_of(row: str, replay: str) -> str:
+    """What a row of decoding on a GPU is called."""
+    name = row.removesuffix("-graph")
+    return CACHES[name] + ", graph" * (name != row) + ", by a script" * (replay != "none")
 
 
 def gpu_table(machine: str) -> str:
@@ -494,16 +502,8 @@ def gpu_table(machine: str) -> str:
     frame = rows(f"{machine}/decode").dropna(subset="p50").sort_values(["context", "batch"], kind="stable")
     if machine == "h200":
         frame = frame[(frame.row != "default-graph") | (frame.batch == 1)]
-    ways = {
-        "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
-        "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
-        "scout-quest": '`scout`, `digest="quest"`', "default": "`scout`, all resident (the default)",
-    }  # fmt: skip
-    frame["way"] = frame.row.str.removesuffix("-graph").map(ways)
-    frame["way"] += frame.row.str.endswith("-graph").map({True: ", graph", False: ""})
-    frame["way"] += (frame.replay != "none").map({True: ", by a script", False: ""})
     columns = {
-        "cache": "{way}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "ms a step": "{p50:3}",
+        "cache": "{cache_of(row, replay)}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "ms a step": "{p50:3}",
         "tokens/s": "{tokens_per_s:3}", "KV on the device, GiB": "{device_kv_gib}", "CPU": "{cpu_ratio:.0%}",
     }  # fmt: skip
     return table(frame, columns | ({"commit": "{commit}"} if frame.commit.nunique() > 1 else {}))
@@ -590,7 +590,8 @@ SAVED = {"file": "save_load", "row": "scout-1024", "tokens": 8192}
 TURN = SAVED | {"tokens": 32768}
 LONG = "context_attention_32k"
 BY_ROW = {"row": "{row}", "score": "{score:.1f}", "difference to full attention": "{less}"}
-BY_POLICY = {"policy": "{called}", "score": "{score:.1f}", "difference to `full`": "{less}"}
+BY_POLICY = {"policy": "`{policy}`{knobs and ', `' + knobs + '`'}", "score": "{score:.1f}"}
+BY_POLICY["difference to `full`"] = "{less}"
 TURNS = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
 MIXED = {"file": "context_attention_batches", "row": "fluxion-0.1"}
 WINDOW = {"file": "attention_stats", "first": 1, "newest": 512}
@@ -608,7 +609,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     # README.md and docs/results.md
     "peers-caption": peers_caption,
     "peers-summary": peers_summary,
-    "results-peers": peers_table,
+    "results-peers": listing("peers", PEERS),
     "linear-speed": linear_speed,
     "gguf-dtypes": listing("gguf_dtypes", WAYS, words=2),
     "results-batch": lambda: table(batches().reset_index(), BATCHES),
@@ -662,9 +663,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", recalls().loc["recall-1.5"]),
     "second-turn-hgca": partial(second_turn, "hgca-0.1"),
     "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
-    "hgca-perplexity": lambda: " and ".join(
-        perplexity().set_index(["row", "kind"]).told["hgca-0.25-1"][["code", "prose"]]
-    ),
+    "hgca-perplexity": told("perplexity", LOST, row="hgca-0.25-1", kind=["code", "prose"]),
     "tuned": tuned,
     "saved-prefill": told(template="{prefill_s} s", **SAVED),
     "saved-load": told(template="{load_s} s", **SAVED),
@@ -710,7 +709,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
     "gpu-sources": partial(sources, "h[12]00/*.csv"),
-    "gpu-defaults": gpu_defaults,
+    "gpu-defaults": listing("h100/defaults", CARDS),
     "gpu-h200": partial(gpu_table, "h200"),
     "gpu-first-token": told("h200/prompt", "{first} s", row="default"),
     "gpu-busy": lambda: tell("{} and {} ms", *(one.busy * one.profiled for one in picked(**FULL_AND_DEFAULT))),

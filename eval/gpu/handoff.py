@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench_cpu import Memory
 from common import percentiles
 from gpu.options import Options
 from gpu.supervise import Cases
 from gpu.timing import recorded
-from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.host_signals import Doorbell
-from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.move_records import touch_records
-from hf_offload.cpu.kernels.record import HostBlocks
-from hf_offload.cpu.launch import Launch, tag_of
+from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.graph.graph_capture import Announced, Capture
 
@@ -52,27 +50,8 @@ def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
 
 def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
     """Attention of one row to a few blocks of 32 tokens of each of eight KV heads."""
-    blocks, heads, size, dim = 256, 8, 32, 128
-    pool = HostPool(heads, size, dim, dtype)
-    pool.allocate(blocks)
-    for slab in pool.slabs:
-        slab.fill_(0.01)
-    rng = np.random.default_rng(0)
-    query = rng.standard_normal((1, 4 * heads, dim), dtype=np.float32)
-    chosen = np.sort([[rng.choice(blocks, FEW, replace=False) for _ in range(heads)]]).astype(np.int32)
-    held = HostBlocks(
-        tag_of(dtype), pool.block_ptr, np.arange(blocks, dtype=np.int32)[None], np.zeros((1, blocks), np.uint8),
-        np.ones((1, blocks * size), np.uint8), size,
-    )  # fmt: skip
-
-    def launch() -> Launch:
-        assert pool.slabs  # they live as long as their addresses are used
-        return decode_attention(
-            query, held, chosen, np.full((1, heads), FEW, np.int32), blocks * size, np.empty_like(query),
-            np.empty(query.shape[:2], np.float32), np.empty_like(query), scale=dim**-0.5, softcap=None,
-        )  # fmt: skip
-
-    return launch
+    memory = Memory(8, 128, 32, dtype, nbytes=1 << 25)
+    return lambda: memory.decode(4, 1, 32 * FEW)
 
 
 WORKS = {"nothing": nothing, f"{FEW} blocks a head": few_blocks}
