@@ -1,7 +1,7 @@
 """Where does attention weight lie, and how are scores distributed, for a model and texts of your own?
 
     python eval/attention_stats.py
-    python eval/attention_stats.py --layers 0,15,29 --layer 15 --head 4 --tokens 4096 --text novel.txt --text other.txt
+    python eval/attention_stats.py --layers 0,15,29 --head 4 --tokens 4096 --text novel.txt --text other.txt
 
 The weights are exact: a text runs through the model in chunks, and beside Transformers' sdpa the softmax of the
 queries that are looked at is taken over all keys, from the model's own q and k. No more rows than these are kept.
@@ -47,7 +47,7 @@ SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
 def record(
-    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int
+    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int = 512
 ) -> dict[int, list[torch.Tensor]]:
     """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
@@ -143,10 +143,7 @@ def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
 
 def main(
     layers: Annotated[str | None, typer.Option(help="Layers of Figure 3.", show_default="first, middle, last")] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer of Figures 4 and 5.", show_default="the middle one")] = None,
-    head: Annotated[
-        int | None, typer.Option(min=0, help="Query head of Figure 5.", show_default="6, or the last one")
-    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="Query head of Figure 5; the last one if there are fewer.")] = 6,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
     queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
     text: Annotated[
@@ -154,7 +151,6 @@ def main(
         typer.Option(exists=True, dir_okay=False, help="A text; give it twice.", show_default="prose and code"),
     ] = None,
     start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens taken in at a time.")] = 512,
     *,
     setting: common.Setting = common.EXACT,
 ) -> None:
@@ -167,13 +163,10 @@ def main(
     whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
     if not whole:
         raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
-    middle = whole[len(whole) // 2] if layer is None else layer
-    three = asked or sorted({whole[0], whole[len(whole) // 2], whole[-1]})
-    head = min(6, heads - 1) if head is None else head
-    if not (all(0 <= one <= last for one in (*three, middle)) and head < heads):
-        raise typer.BadParameter(
-            f"layers {three} and {middle}, head {head}: the model has layers 0 to {last} and heads 0 to {heads - 1}"
-        )
+    middle, head = whole[len(whole) // 2], min(head, heads - 1)
+    three = asked or sorted({whole[0], middle, whole[-1]})
+    if not all(0 <= one <= last for one in three):
+        raise typer.BadParameter(f"layers {three}: the model has layers 0 to {last}")
     if queries > tokens // 4:
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1
@@ -184,7 +177,7 @@ def main(
     with torch.inference_mode():
         for name, content in tqdm(texts.items(), desc="texts"):
             ids = common.window(content, tokenizer, start, tokens).to(model.device)
-            found[name] = record(model, ids, positions, sorted({*three, middle}), chunk)
+            found[name] = record(model, ids, positions, sorted({*three, middle}))
     first = next(iter(found.values()))
     edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
     windows = []

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 import common
 
-BLOCK_SIZE = 32
+BLOCK_SIZE, CHUNK = 32, 512
 
 
 def grid(tokens: int, ratios: list[float], betas: list[float], tier: str | None) -> dict[str, Any]:
@@ -49,12 +49,12 @@ def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0].cpu().double()
 
 
-def reference(model: PreTrainedModel, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+def reference(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Losses `[B, T]` of full attention for tokens 1… of each sequence `[B, T + 1]`, one sequence after the other."""
     rows = []
     for row in tqdm(ids, desc="full attention", unit="text", delay=5, leave=False):
         cache = common.FULL.make_cache(model)
-        parts = zip(row[None, :-1].split(chunk, 1), row[None, 1:].split(chunk, 1), strict=True)
+        parts = zip(row[None, :-1].split(CHUNK, 1), row[None, 1:].split(CHUNK, 1), strict=True)
         rows.append(torch.cat([loss(model(part, past_key_values=cache).logits, after) for part, after in parts], 1))
     return torch.cat(rows)
 
@@ -103,7 +103,6 @@ def main(
     betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
     rows: common.RowsOption = ["grid"],  # noqa: B006
     tier: common.TierOption = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens that full attention takes in at a time.")] = 512,
     *,
     setting: common.TextSetting,
 ) -> None:
@@ -117,7 +116,7 @@ def main(
     ids = torch.cat([setting.window(tokenizer, kind, start, tokens + 1) for kind, start in starts]).to(model.device)
     places = {kind: slice(number * batch, (number + 1) * batch) for number, kind in enumerate(kinds)}
     with torch.inference_mode():
-        full = reference(model, ids, chunk)
+        full = reference(model, ids)
         records = [{"row": common.FULL.name, "kind": k} | told(full[p], full[p]) for k, p in places.items()]
         common.check_rows(chosen, model)
         for row in tqdm(chosen):
