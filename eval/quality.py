@@ -96,6 +96,10 @@ for _name, _knobs in VARIANTS.items():
     _two = {} if _knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
     KNOWN[_name] = common.Row(_name, "scout", {"budget": 1024} | _knobs | _two)
 
+COPYING = (
+    "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,quest:budget=1024,"
+    "hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,window:budget=1024"
+)
 Place = dict[str, Any]
 """Which text: columns of the results."""
 NEW_TOKENS = 24
@@ -114,6 +118,9 @@ class Ask:
         tier: of caches whose rows say nothing of it.
     """
 
+    # By default: the file of its results, rows, contexts, steps and limit.
+    FILE, ROWS, CONTEXTS, STEPS, LIMIT = "", "", "6k", 192, 8
+
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     setting: common.TextSetting
@@ -128,6 +135,8 @@ class Ask:
 
 class Text(Ask):
     """KL on running text, and what a step costs."""
+
+    FILE, ROWS, LIMIT = "quality", "methods", 1
 
     def places(self) -> Iterator[Place]:
         for length in self.contexts:
@@ -209,6 +218,7 @@ def numbers_in(
 class Extraction(Ask):
     """Records copied out of a long list."""
 
+    FILE, ROWS = "extraction", COPYING
     FIRST = "amber bitter calm dusty early fallen gentle hollow iron jade keen lunar misty narrow olive pale"
     SECOND = "anchor bridge canyon drum engine ferry garden harbor island jungle kettle lantern meadow needle orchard"
 
@@ -253,6 +263,7 @@ class Extraction(Ask):
 class SecondTurn(Ask):
     """A number that only the second turn asks for."""
 
+    FILE, ROWS, CONTEXTS, STEPS = "second_turn", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48
     FIRST = "What is this text about? Answer in one sentence."
 
     def places(self) -> Iterator[Place]:
@@ -308,28 +319,13 @@ class SecondTurn(Ask):
         return out[:, ids.shape[1] :]
 
 
-@dataclass(frozen=True)
-class Usual:
-    """What an ask has by default: the file of its results, rows, contexts, steps and limit; needles are run's."""
+class Needle(Ask):
+    """Hidden numbers, by the machinery of benchmarks (`tasks.run`)."""
 
-    kind: type[Ask] | None
-    file: str
-    rows: str
-    contexts: str = "6k"
-    steps: int = 192
-    limit: int = 8
+    FILE, ROWS, CONTEXTS = "needle", "full,scout:budget=1024,scout:budget=512,window:budget=1024", "6500"
 
 
-COPYING = (
-    "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,quest:budget=1024,"
-    "hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,window:budget=1024"
-)
-ASKS = {
-    "text": Usual(Text, "quality", "methods", limit=1),
-    "needle": Usual(None, "needle", "full,scout:budget=1024,scout:budget=512,window:budget=1024", "6500"),
-    "extraction": Usual(Extraction, "extraction", COPYING),
-    "second-turn": Usual(SecondTurn, "second_turn", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48),
-}
+ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn": SecondTurn}
 
 
 def main(
@@ -347,16 +343,16 @@ def main(
 ) -> None:
     """Compare policies with full attention, and say what they cost."""
     (name,) = common.listed(ask, ASKS, "--ask")
-    usual, names = ASKS[name], common.kinds_of(kinds)
+    kind, names = ASKS[name], common.kinds_of(kinds)
     if setting.out == common.RESULTS / "quality.csv":
-        setting = replace(setting, out=common.RESULTS / f"{usual.file}.csv")
-    lengths, steps, limit = common.numbers(contexts or usual.contexts), steps or usual.steps, limit or usual.limit
-    rows = rows or [usual.rows]
-    if usual.kind is None:
-        seeds = {kind: range(place, limit * len(names), len(names)) for place, kind in enumerate(names)}
+        setting = replace(setting, out=common.RESULTS / f"{kind.FILE}.csv")
+    lengths, steps, limit = common.numbers(contexts or kind.CONTEXTS), steps or kind.STEPS, limit or kind.LIMIT
+    rows = rows or [kind.ROWS]
+    if kind is Needle:
+        seeds = {text: range(place, limit * len(names), len(names)) for place, text in enumerate(names)}
 
-        def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-            return numbers_in(setting.text(kind), kind, seeds[kind], tokenizer, lengths[0])
+        def hidden(text: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+            return numbers_in(setting.text(text), text, seeds[text], tokenizer, lengths[0])
 
         asking = Asking(rows=rows, limit=limit)
         run("Needles", names, hidden, asking, setting, kinds=names, tokens=lengths[0], prose=setting.source)
@@ -367,8 +363,8 @@ def main(
     model, tokenizer = setting.load()
     model.set_attn_implementation("hybrid_sparse")
     common.check_rows(chosen, model)
-    asked = usual.kind(model, tokenizer, setting, lengths, names, steps, limit, needles, records, tier)
-    every = [common.FULL, *chosen] if usual.kind is SecondTurn else chosen
+    asked = kind(model, tokenizer, setting, lengths, names, steps, limit, needles, records, tier)
+    every = [common.FULL, *chosen] if kind is SecondTurn else chosen
     places = list(asked.places())
     size = {
         "text": {"text_tokens": max(lengths), "steps": steps, "tier": tier},
