@@ -14,7 +14,6 @@ from gpu.options import Options
 from gpu.supervise import Cases
 from gpu.timing import Timer, bandwidths
 from hf_offload.gpu import block_topk, digest_scores, kv_copy
-from hf_offload.gpu import handover as handing
 from hf_offload.gpu import paged_attention as attention
 from hf_offload.gpu.merge import HostResult, merge
 
@@ -55,14 +54,13 @@ class Operation:
     Args:
         call: makes it.
         device_bytes: that it has to read or write in device memory.
-        link_bytes: that have to come from pinned host memory (`back`: go there).
+        link_bytes: that have to come from pinned host memory.
         keep: what the call reaches only by address.
     """
 
     call: Callable[[], Any]
     device_bytes: int
     link_bytes: int = 0
-    back: bool = False
     keep: Any = None
 
 
@@ -152,30 +150,15 @@ def select_blocks(x: Inputs) -> Operation:
     return Operation(lambda: block_topk.select_blocks(score, x.limits, *sinks, **knobs), nbytes)
 
 
-def fetch_all(x: Inputs, share: float = 1.0) -> Operation:
-    """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks a share of the slots is fetched."""
+def fetch_all(x: Inputs) -> Operation:
+    """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks one goes into each slot."""
     size, pool, physical = x.size, x.pool(), min(x.size.context, 512)
     slab = x.pinned(pool[0, 0, :1].expand(physical, size.kv_heads, *pool.shape[3:])).normal_()
     addresses = (slab.data_ptr() + slab[0].nbytes * torch.arange(physical)).to(x.options.device)
-    count = max(1, round(share * size.chosen))
-    moves = x.slots()[:, :, :count].contiguous(), x.blocks()[:, :, :count].contiguous(), x.counts(count)
+    moves = x.slots(), x.blocks(), x.counts(size.chosen)
     table = x.ints(torch.randint(physical, (size.batch, size.context)))
     moved = moves[0].numel() * pool[0, 0, 0].nbytes
     return Operation(lambda: kv_copy.fetch(pool, *moves, addresses, table, packed=None), moved, moved, keep=slab)
-
-
-def fetch_recall(x: Inputs) -> Operation:
-    return fetch_all(x, 0.08)
-
-
-def hand_over(x: Inputs) -> Operation:
-    """What the CPU attends with for five blocks a head, announced by a flag."""
-    chosen = min(5, x.size.chosen)
-    given = x.query(), x.blocks(), x.counts(chosen)
-    inbox = handing.Inbox(*map(x.pinned, given), x.ints([0]))
-    call = functools.partial(handing.hand_over, inbox, *given, flag=x.pinned(x.ints([0])), epoch=x.ints([1]))
-    sent = given[0].nbytes + (chosen + 1) * given[2].nbytes
-    return Operation(call, sent, sent, back=True)
 
 
 def add_one(x: Inputs) -> Operation:
@@ -186,10 +169,8 @@ def add_one(x: Inputs) -> Operation:
 
 OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
     made.__name__: made
-    for made in (
-        add_one, paged_attention, score_submeans, select_blocks, fetch_recall, fetch_all, hand_over, merge_with_host,
-    )
-}  # fmt: skip
+    for made in (add_one, paged_attention, score_submeans, select_blocks, fetch_all, merge_with_host)
+}
 
 
 def cases(options: Options) -> Cases:
@@ -219,8 +200,7 @@ def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]
     timer, operation, speed = Timer(options), OPERATIONS[name](Inputs(options, size)), _speeds(options)
     call = operation.call
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
-    link = operation.link_bytes / speed["back" if operation.back else "link"]
-    floor = max(operation.device_bytes / speed["device"], link)
+    floor = max(operation.device_bytes / speed["device"], operation.link_bytes / speed["link"])
     wall, spread = timer.wall_time(call), timer.device_time(call)
     yield {
         "operation": name, "batch": size.batch, "tokens": size.chosen * size.block,

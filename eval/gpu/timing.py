@@ -30,15 +30,10 @@ def recorded(options: Options, step: Call) -> Call:
 
 
 class Timer:
-    """Times calls on a device; microseconds everywhere.
+    """Times calls on a device; microseconds everywhere."""
 
-    Args:
-        options: say which device.
-        rounds: calls that are timed.
-    """
-
-    def __init__(self, options: Options, rounds: int = 30) -> None:
-        self.options, self.rounds = options, 3 if options.quick else rounds
+    def __init__(self, options: Options) -> None:
+        self.options, self.rounds = options, 3 if options.quick else 30
         self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
 
     def flush(self) -> None:
