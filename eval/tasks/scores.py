@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,23 @@ RESAMPLES = 10_000
 FEWEST = 5
 """Samples of each task that an interval takes: of fewer, resampling says too little."""
 
+Scores = dict[str, float]
+"""By the sample's name."""
 
-def difference(tasks: Iterable[np.ndarray]) -> dict[str, Any]:
-    """The mean over tasks of differences of scores, an array a task.
+
+def difference(mine: Sequence[Scores], full: Sequence[Scores]) -> dict[str, Any]:
+    """What the mean over tasks is more than full attention's, on the samples that both have answered.
+
+    Args:
+        mine, full: for each task the score of each sample.
 
     Returns:
-        more: mean difference; low, high: where 95 % of the means lie that a percentile bootstrap gives (None: a task
-            has fewer than `FEWEST` samples);
+        more: mean difference; low, high: where 95 % of the means lie that a percentile bootstrap over the paired
+            differences gives (None: a task has fewer than `FEWEST` samples);
         pairs: samples that count. All None or 0 without any.
     """
+    every = zip(mine, full, strict=True)
+    tasks = [np.array([one[name] - other[name] for name in one if name in other]) for one, other in every]
     pairs = [task for task in tasks if len(task)]
     found: dict[str, Any] = {"more": None, "low": None, "high": None, "pairs": sum(map(len, pairs))}
     if pairs:
@@ -40,6 +48,12 @@ def difference(tasks: Iterable[np.ndarray]) -> dict[str, Any]:
         ).confidence_interval
         found |= {"low": float(interval.low), "high": float(interval.high)}
     return found
+
+
+def scores_of(frame: pd.DataFrame, task: str) -> Scores:
+    """The scores of a task's samples."""
+    mine = frame[frame.task == task]
+    return dict(zip(mine["sample"], mine.score, strict=True))
 
 
 def _mean_of_means(*tasks: np.ndarray, axis: int) -> np.ndarray:
@@ -68,7 +82,7 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, tasks in {**{t: [t] for t in names}, AVERAGE: names, **({WORTH: worth} if worth else {})}.items():
             each = both[both.task.isin(tasks)]
             paired, by_task = each.dropna(subset="score_full"), each.groupby("task", sort=False)
-            more = difference((task.score - task.score_full).dropna().to_numpy() for _, task in by_task)
+            more = difference(*([scores_of(frame, task) for task in tasks] for frame in (both, full)))
             base = base_of.reindex(tasks).mean()
             measured = each[["cpu_ratio", "kept_share", "retrieved_share"]].astype(float).mean()
             line = {
