@@ -85,10 +85,8 @@ def record(
 
 
 def window_sums(weights: list[torch.Tensor], edges: list[int]) -> np.ndarray:
-    """The weight that the first `s` and the newest `r` entries hold together, for all pairs of edges `[s, r]`.
-
-    Args:
-        weights: `[Hq, entries]` of some queries; averaged over queries and heads. An entry in both windows counts once.
+    """The weight that the first `s` and the newest `r` entries hold together, for all pairs of edges `[s, r]`: means of
+    some queries' weights `[Hq, entries]` over queries and heads. An entry in both windows counts once.
     """
     sums = np.zeros((len(edges), len(edges)))
     for rows in weights:

@@ -196,11 +196,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def make_cache(self, model: PreTrainedModel, length: int | None = None) -> Cache:
-        """Make an empty cache and set the attention implementation that goes with it.
-
-        Args:
-            length: tokens that a static cache holds.
-        """
+        """Make an empty cache (a static one of so many tokens) and set the attention that goes with it."""
         self.activate(model)
         if self.policy == "dynamic":
             return DynamicCache(config=model.config)
@@ -232,12 +228,9 @@ FULL = Row("dynamic", "dynamic")
 
 
 def row_of(text: str, tier: str | None = None, predictor: Path | None = None, stock: Sequence[str] = ()) -> Row:
-    """The row of a policy with knobs, or of a short name. In its name a file that a knob names has no folder.
+    """The row of a policy with knobs, of a short name, or of `stock`. In its name a knob's file has no folder.
 
-    Args:
-        tier: of caches whose knobs say nothing of it.
-        predictor: a file for `fluxion`, if its knobs name none.
-        stock: of `STOCK`, what is a row here.
+    `tier` is that of caches whose knobs say nothing of it, `predictor` a file for `fluxion` if its knobs name none.
     """
     if text in stock:
         return Row(text, text)
@@ -268,12 +261,7 @@ def _of_short(name: str, number: str | None, suffix: str | None) -> tuple[str, d
 
 
 def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = None, **knobs: Any) -> list[Row]:
-    """The rows of a `RowsOption`, in its order.
-
-    Args:
-        args, knobs: as for `row_of`.
-        known: the script's own rows by name, or names of several.
-    """
+    """The rows of a `RowsOption`, by `row_of`, or `known`: a script's own rows by name, or names of several."""
 
     def find(text: str) -> list[Row]:
         own = (known or {}).get(text)
@@ -484,12 +472,7 @@ class Records:
     """What a long run has found, in `NAME.jsonl` behind a line with the settings: a stopped run goes on from it.
 
     Each process appends to a file of its own, from the second on `NAME.process1.jsonl`, …, and reads those of all.
-
-    Args:
-        file: `NAME.jsonl`.
-        keys: the fields that name a record.
-        settings: what the records depend on, for `json`; a run with others does not go on from them.
-        process: number of this process.
+    `keys` are the fields that name a record; a run with other settings does not go on from the records.
     """
 
     def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any], process: int = 0) -> None:

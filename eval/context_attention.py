@@ -58,13 +58,8 @@ AS_PROMPT = {"append": "mean", "append_run": 0}
 
 
 class Context:
-    """What every row holds: a text, its beginnings as a batch, or its keys and values again and again.
-
-    Args:
-        model: the model.
-        ids: the text `[1, N]`, with what follows every row.
-        lengths: tokens of each row; the shorter ones are padded on the left.
-        read: tokens of the text; longer rows hold them again and again.
+    """What every row holds: a text `[1, N]`, its beginnings as a batch (of these lengths, padded on the left), or again
+    and again the keys and values of its first `read` tokens. What follows in the text is for all rows.
     """
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, lengths: list[int], read: int) -> None:

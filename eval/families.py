@@ -83,12 +83,7 @@ FALLBACK = re.compile(r"because (?:it has |its )?(.*?): (?:it is|they are) exact
 
 
 def render(rows: Sequence[Mapping[str, Any]], causal: set[str]) -> str:
-    """The page: a table of counts, then for each result its types in lists by reason.
-
-    Args:
-        rows: outcomes with their environment, sorted by type.
-        causal: the types that count as causal language models; the others are multimodal.
-    """
+    """The page: a table of counts of causal and other types, then for each result its types in lists by reason."""
     tally = Counter((row["status"], row["model_type"] in causal) for row in rows)
     counts = "\n".join(
         f"| {status} | {tally[status, True]} | {tally[status, False]} |"

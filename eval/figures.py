@@ -148,13 +148,9 @@ def pivot(
 ) -> str:
     """A table with a line for each value of a column, and some cells for each value of another one.
 
-    Args:
-        frame: one row for each pair of values.
-        down, across: the two columns.
-        cells: their titles have `{}` in place of the name of the value across.
-        labels, names: what to call the values down and across; None: all of them, as they are.
-        first: title of the first column.
-        last: cells that each line has once, of its first value across.
+    Titles of cells have `{}` in place of the name of the value across. `labels` and `names` say what to call the values
+    down and across (None: all of them, as they are), `first` is the title of the first column; `last` are cells that
+    each line has once, of its first value across.
     """
     labels = labels or {value: str(value) for value in frame[down].unique()}
     names, last = names or {value: str(value) for value in frame[across].unique()}, last or {}

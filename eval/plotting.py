@@ -15,11 +15,7 @@ import matplotlib.pyplot as plt
 
 @contextmanager
 def plot(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
-    """A figure's axes (one, or an array of them), which is saved to `path` afterwards.
-
-    Args:
-        options: of `matplotlib.pyplot.subplots`.
-    """
+    """A figure's axes (one, or an array of them), by `subplots` with options; it is saved to `path` afterwards."""
     figure, axes = plt.subplots(rows, columns, **{"figsize": (7, 4), "layout": "constrained"} | options)
     yield axes
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -109,16 +109,9 @@ NEW_TOKENS = 24
 class Ask:
     """What is asked, of one model: `places()`, `read(place)`, what all rows share of it, and `measure(read, row)`.
 
-    Args:
-        contexts, kinds: of the texts.
-        steps: tokens that every row is fed.
-        limit: windows, numbers or lists, of each kind.
-        needles: numbers to hide in a text.
-        records: of a list.
-        tier: of caches whose rows say nothing of it.
+    Fields are those of the command line. `FILE` and others are what they are by default.
     """
 
-    # By default: the file of its results, rows, contexts, steps and limit.
     FILE, ROWS, CONTEXTS, STEPS, LIMIT = "", "", "6k", 192, 8
 
     model: PreTrainedModel

@@ -55,12 +55,7 @@ class Answer:
 
 
 class Server:
-    """A server as a process of its own; `with` starts it and kills it.
-
-    Args:
-        command: what starts it, without the port.
-        more: what its requests have besides.
-    """
+    """A server as a process of its own, whose requests have some more fields; `with` starts it and kills it."""
 
     def __init__(self, command: list[str], **more: Any) -> None:
         self.command, self.more = command, more

@@ -124,11 +124,7 @@ _kv = functools.lru_cache(maxsize=1)(models.random_kv)  # filled into cache afte
 def measure(
     options: Options, model: PreTrainedModel, context: int, batch: int, name: str, replay: str | None
 ) -> dict[str, Any]:
-    """One row of results.
-
-    Args:
-        replay: numbers of the script by which the row chooses, or None.
-    """
+    """One row of results; `replay` are the numbers of the script by which it chooses, if it does."""
     if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
         raise NotApplicable(f"{name} needs a GPU")
     block = 8 if options.quick else BLOCK

@@ -125,14 +125,8 @@ AFTER = Code(
 
 @dataclass(frozen=True)
 class Work:
-    """What a step has to do.
-
-    Args:
-        context, batch: tokens, rows.
-        row: `scout-graph`, `scout-no-recall-graph`, `chosen-graph` or `full-resident-graph`.
-        replay: the script of choices, or "none".
-        miss: share of the chosen blocks that the CPU attends.
-        recalled: bytes that a step recalls.
+    """What a step of a row (`scout-graph`, `chosen-graph`, …) has to do, whose choices follow the script `replay` or
+    "none": the CPU attends the share `miss` of the chosen blocks, and so many bytes are recalled.
     """
 
     context: int

@@ -25,13 +25,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Size:
-    """One size.
-
-    Args:
-        batch, kv_heads, group, dim, block: as everywhere.
-        chosen: blocks of a row and KV head that are attended or resident.
-        context: blocks of a row.
-    """
+    """One size: of `context` blocks of a row, `chosen` ones of each KV head are attended or resident."""
 
     batch: int
     kv_heads: int = 8
@@ -49,13 +43,8 @@ LONG = {"chosen": 1024, "context": 1024}  # all of a context of 32k resident
 
 @dataclass(frozen=True)
 class Operation:
-    """One call to be timed.
-
-    Args:
-        call: makes it.
-        device_bytes: that it has to read or write in device memory.
-        link_bytes: that have to come from pinned host memory.
-        keep: what the call reaches only by address.
+    """One call to be timed, what it has to read or write in device memory and in pinned host memory, and what it
+    reaches only by address.
     """
 
     call: Callable[[], Any]

@@ -45,11 +45,7 @@ def seconds_left() -> float:
 
 
 def here(part: str, cases: Cases, results: Results, seconds: float, *, alone: bool = False) -> None:
-    """Run the cases of a part in this process.
-
-    Args:
-        alone: whether it is the part's own: it ends where a case fails or takes too long.
-    """
+    """Run the cases of a part here; a process of its own (`alone`) ends where a case fails or takes too long."""
     global _deadline
     _deadline = time.monotonic() + seconds
     told = results.cases(part)

@@ -29,11 +29,7 @@ class Reading:
 
     With one memory a cache knows of a prompt no more than its keys and values, but for policies that learn from its
     queries. So one cache of policy `full` reads the prompt, and the others take its tokens over. A row whose policy
-    learns, with two memories, and Transformers' own cache read it themselves.
-
-    Args:
-        model: of all rows.
-        ids: the prompt, `[1, N]` int64 on the model's device.
+    learns, with two memories, and Transformers' own cache read it themselves. Ids are `[1, N]` on the model's device.
     """
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -33,12 +33,8 @@ class Prompt:
 
 
 class Prompter:
-    """Makes prompts that fit a model.
-
-    Args:
-        model, tokenizer: whose prompts they are.
-        most: tokens of a prompt; None: as many positions as the model has, less the answer.
-        chat: whether the tokenizer's chat template is used where a sample allows it.
+    """Makes prompts of at most so many tokens (None: the model's positions, less the answer), in the tokenizer's chat
+    template if `chat` and the sample allow it.
     """
 
     def __init__(

@@ -64,10 +64,7 @@ def run(
 ) -> None:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
-    Args:
-        title: of the benchmark.
-        tasks: names of its tasks; read: gives the samples of one.
-        settings: what else the answers depend on, for `json`.
+    `read` gives the samples of a task; `settings` are what else the answers depend on, for `json`.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
     rows = common.rows_of(asking.rows, stock=(CONTROL,))

@@ -41,11 +41,7 @@ class Sample:
 
 
 def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows of `FOLDER/TASK.jsonl`; none where there is no such file.
-
-    Args:
-        fields: what each row must have.
-    """
+    """The rows of `FOLDER/TASK.jsonl`, all with these fields; none where there is no such file."""
     file = folder / f"{task}.jsonl"
     if not file.exists():
         return []
@@ -71,13 +67,7 @@ def named(text: str, tasks: Iterable[str], sets: dict[str, tuple[str, ...]]) -> 
 
 
 def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = None) -> Any:
-    """A task of lm-eval, with its rows.
-
-    Args:
-        folder: of lm-eval's tasks.
-        name: of the task.
-        dataset: makes the rows, `{"test": Dataset}`, in place of those that the task takes from the hub.
-    """
+    """A task of lm-eval, from a folder of its tasks; `dataset` makes rows `{"test": Dataset}` in place of the hub's."""
     import lm_eval.tasks
 
     # One folder: reading all of lm-eval's thousands of files takes a minute.

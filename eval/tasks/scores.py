@@ -28,9 +28,6 @@ Scores = dict[str, float]
 def difference(mine: Sequence[Scores], full: Sequence[Scores]) -> dict[str, Any]:
     """What the mean over tasks is more than full attention's, on the samples that both have answered.
 
-    Args:
-        mine, full: for each task the score of each sample.
-
     Returns:
         more: mean difference; low, high: where 95 % of the means lie that a percentile bootstrap over the paired
             differences gives (None: a task has fewer than `FEWEST` samples);
@@ -65,9 +62,6 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     score; what it is more than full's, in points with its interval and in percent; same, the share of answers that are
     full's word by word; how many tasks, samples and cut prompts; and what the answers took.
-
-    Args:
-        records: of `answers.answer`, with task, sample, row, setup and tokens.
     """
     frame, lines = pd.DataFrame(records), []
     # Tokens that an answer's time was for: its own and, where the question is fed token by token, those of it.
@@ -104,13 +98,7 @@ FEEDING = {
 
 
 def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
-    """Write the CSV, and beside it a table (`.md`) of the same name.
-
-    Args:
-        title: of the table.
-        records: all answers.
-        missing: tasks without a sample, to be told.
-    """
+    """Write the CSV of all answers, and beside it a table (`.md`), which names the tasks without a sample, too."""
     lines = summarize(records)
     setting.write(lines)
     setting.beside(".md").write_text(_markdown(title, lines, missing), encoding="utf-8")
