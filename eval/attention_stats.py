@@ -145,8 +145,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
     queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
     text: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A text; give it twice.", show_default="prose and code"),
+        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="Texts [prose and code].")
     ] = None,
     start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
     *,

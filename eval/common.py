@@ -59,9 +59,7 @@ KindsOption = Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(as
 StepsOption = Annotated[int, typer.Option(min=1, help="Decode steps that count, per round.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")]
 TierOption = Annotated[str | None, typer.Option(help='"one" or "split" memory; the default follows the device.')]
-ReadOption = Annotated[
-    str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
-]
+ReadOption = Annotated[str | None, typer.Option(help="Tokens of text, which longer contexts repeat [all].")]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")]
 OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; what else is written goes beside it.")]
 

@@ -198,9 +198,7 @@ def main(
     read: common.ReadOption = None,
     kind: common.KindOption = "code",
     tier: common.TierOption = None,
-    predictor: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Of hf-offload train-fluxion, for fluxion rows.")
-    ] = None,
+    predictor: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="For fluxion rows.")] = None,
     *,
     setting: common.TextSetting,
 ) -> None:

@@ -155,10 +155,7 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Types that are compared at once.")] = 2,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that a type may take.")] = 300.0,
     out: common.OutOption = RESULTS,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(help="The page of results [default: docs/models.md, for all types and the usual CSV]."),
-    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="The page [docs/models.md, for all types and CSV].")] = None,
 ) -> None:
     """Compare every model type with eager attention."""
     known = [*configs.causal_types(), *configs.multimodal_types()]

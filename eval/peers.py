@@ -236,12 +236,8 @@ def measure(
 
 def main(
     contexts: common.ContextsOption = "128,2k,8k,32k",
-    ways: Annotated[
-        str | None, typer.Option(help="By name, comma-separated [default: all that are available].")
-    ] = None,
-    budget: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that scout attends in a step [default: scout's own samples].")
-    ] = None,
+    ways: Annotated[str | None, typer.Option(help="By name, comma-separated [all that are available].")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Tokens that scout attends [its own samples].")] = None,
     steps: common.StepsOption = 16,
     rounds: common.RoundsOption = 4,
     gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Weights for llama.cpp.")] = None,

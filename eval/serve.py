@@ -213,12 +213,8 @@ def main(
     answers: Annotated[int, typer.Option(min=4, help="Tokens of each answer.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Times that a second turn is asked.")] = 3,
     kind: common.KindOption = "documentation",
-    llama_server: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="llama.cpp's server; without it no row of it.")
-    ] = None,
-    gguf: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Its weights, if --model is given.")
-    ] = None,
+    llama_server: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="llama.cpp's server.")] = None,
+    gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Its weights for --model.")] = None,
     *,
     setting: common.TextSetting,
 ) -> None:

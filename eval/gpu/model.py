@@ -367,9 +367,7 @@ def defaults() -> list[dict[str, Any]]:
 
 
 def main(
-    folder: Annotated[
-        Path | None, typer.Option("--measured", exists=True, file_okay=False, help="Folder of a check that has ended.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option("--measured", exists=True, help="Folder of a check.")] = None,
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = RESULTS / "gpu" / "model.csv",
 ) -> None:
     """Predict decode steps on a GPU from measured pieces."""

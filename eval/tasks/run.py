@@ -21,10 +21,7 @@ from tasks.prompts import Prompt, Prompter
 from tasks.samples import Sample
 from tasks.scores import report
 
-DataOption = Annotated[
-    Path | None,
-    typer.Option(exists=True, file_okay=False, help="A folder with the benchmark's own files, in place of the hub."),
-]
+DataOption = Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="The benchmark's files [the hub].")]
 KEYS = ("task", "sample", "row", "setup")
 ROWS = (
     "full,dynamic,scout:budget=1024,scout:budget=2048,hgca:window=1024,hgca:window=2048,fixed_hybrid:budget=0.05,"
@@ -39,14 +36,10 @@ class Asking:
     """The options that all benchmarks share."""
 
     rows: common.RowsOption = field(default_factory=lambda: [ROWS])
-    setup: Annotated[str, typer.Option(help='The question: "dense", like the prompt, "sparse", decoded, or both.')] = (
-        "dense"
-    )
+    setup: Annotated[str, typer.Option(help="Of dense and sparse, how the question is attended.")] = "dense"
     limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")] = None
     min_tokens: Annotated[int, typer.Option(min=0, help="Leave out shorter prompts.")] = 0
-    max_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Cut longer prompts in the middle; by default to the model's positions.")
-    ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=16, help="Cut longer prompts [the model's positions].")] = None
     new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
 
