@@ -73,15 +73,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 METHODS = (
     *(f"scout:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:samples={samples}" for samples in (128, 256, 512, 1024)),
-    "scout:samples=512,host_dtype=int8",
-    "quest:budget=1024",
+    *("scout:samples=512,host_dtype=int8", "quest:budget=1024"),
     *(f"hgca:gpu_ratio=0.25,rescue={samples}" for samples in (0, 128, 512)),
-    "fixed_hybrid:budget=0.1",
-    "window:budget=1024",
+    *("fixed_hybrid:budget=0.1", "window:budget=1024"),
 )
 BUDGETS = (
-    "full",
-    "full:host=fetch",
+    *("full", "full:host=fetch"),
     *(f"window:budget={budget}" for budget in (512, 1024, 2048)),
     *(f"scout:budget={budget}" for budget in (256, 512, 1024, 2048)),
     *(f"scout:samples={samples}" for samples in (64, 128, 256, 512, 1024)),

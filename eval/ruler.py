@@ -60,10 +60,8 @@ def local_sources(
     def fewer(*args: Any, **options: Any) -> Any:
         return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
 
-    changes: list[tuple[Any, str, Any]] = [
-        (module, "get_tokenizer", lambda *_, **__: tokenizer),
-        (module, builder, fewer),
-    ]
+    changes: list[tuple[Any, str, Any]] = [(module, "get_tokenizer", lambda *_, **__: tokenizer)]
+    changes.append((module, builder, fewer))
     if prose is not None and name == "niah_utils":
         from lm_eval.tasks.ruler import prepare_niah
 
