@@ -1,7 +1,7 @@
 """Where does attention weight lie, and how are scores distributed, for a model and texts of your own?
 
     python eval/attention_stats.py
-    python eval/attention_stats.py --layers 0,15,29 --layer 15 --head 4 --tokens 4096 --text novel.txt --text other.txt
+    python eval/attention_stats.py --layers 0,15,29 --head 4 --tokens 4096 --text novel.txt --text other.txt
 
 The weights are exact: a text runs through the model in chunks, and beside Transformers' sdpa the softmax of the
 queries that are looked at is taken over all keys, from the model's own q and k. No more rows than these are kept.
@@ -47,7 +47,7 @@ SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
 def record(
-    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int
+    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int = 512
 ) -> dict[int, list[torch.Tensor]]:
     """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
@@ -84,19 +84,16 @@ def record(
     return found
 
 
-def window_sums(weights: list[torch.Tensor], starts: list[int], recents: list[int]) -> np.ndarray:
-    """The weight that the first `s` and the newest `r` entries hold together, `[starts, recents]`.
-
-    Args:
-        weights: `[Hq, entries]` of some queries; averaged over queries and heads. An entry in both windows counts once.
+def window_sums(weights: list[torch.Tensor], edges: list[int]) -> np.ndarray:
+    """The weight that the first `s` and the newest `r` entries hold together, for all pairs of edges `[s, r]`: means of
+    some queries' weights `[Hq, entries]` over queries and heads. An entry in both windows counts once.
     """
-    sums = np.zeros((len(starts), len(recents)))
+    sums = np.zeros((len(edges), len(edges)))
     for rows in weights:
-        total = rows.shape[1]
         running = np.concatenate([[0.0], rows.double().mean(0).cumsum(0).numpy()])
-        for i, start in enumerate(starts):
-            for j, recent in enumerate(recents):
-                sums[i, j] += running[min(start, total)] + running[-1] - running[max(total - recent, min(start, total))]
+        first = np.minimum(edges, rows.shape[1])
+        newest = np.maximum(rows.shape[1] - np.array(edges), first[:, None])
+        sums += running[first][:, None] + running[-1] - running[newest]
     return sums / len(weights)
 
 
@@ -112,27 +109,23 @@ def line_at(weights: torch.Tensor, holds: float) -> float:
     return float(weights.sort(descending=True).values[count - 1])
 
 
-def shape_of(weights: torch.Tensor) -> dict[str, torch.Tensor]:
+def shape_of(weights: torch.Tensor) -> dict[str, np.ndarray]:
     """How near to normal the scores behind softmax weights `[rows, entries]` are; float64 `[rows]` each.
 
     A score is known from its weight but for a constant, on which none of these depends. A weight that is 0 in float32
     counts as the least that is not.
     """
-    scores = weights.double().clamp(min=LEAST).log()
-    normal = quantiles(scores.shape[-1])
-    z = torch.from_numpy(stats.zscore(scores.numpy(), axis=-1))
-    moments = math.log(scores.shape[-1]) + scores.mean(-1) + scores.var(-1, correction=0) / 2
+    scores = weights.double().clamp(min=LEAST).log().numpy()
+    count = scores.shape[-1]
+    normal = stats.norm.ppf((np.arange(count) + 0.5) / count)
+    z = np.sort(stats.zscore(scores, axis=-1), -1)
+    moments = math.log(count) + scores.mean(-1) + scores.var(-1) / 2
     return {
-        "skewness": torch.from_numpy(stats.skew(scores.numpy(), axis=-1)),
-        "excess_kurtosis": torch.from_numpy(stats.kurtosis(scores.numpy(), axis=-1)),
-        "quantile_correlation": (z.sort(-1).values * normal).mean(-1) / normal.square().mean().sqrt(),
-        "lse_gap": moments - scores.logsumexp(-1),
+        "skewness": stats.skew(scores, axis=-1),
+        "excess_kurtosis": stats.kurtosis(scores, axis=-1),
+        "quantile_correlation": (z * normal).mean(-1) / np.sqrt(np.square(normal).mean()),
+        "lse_gap": moments - np.logaddexp.reduce(scores, -1),
     }
-
-
-def quantiles(count: int) -> torch.Tensor:
-    """Those of a standard normal distribution that so many sorted values should have; float64 `[count]`."""
-    return torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
 
 
 def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
@@ -148,18 +141,13 @@ def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) 
 
 def main(
     layers: Annotated[str | None, typer.Option(help="Layers of Figure 3.", show_default="first, middle, last")] = None,
-    layer: Annotated[int | None, typer.Option(help="Layer of Figures 4 and 5.", show_default="the middle one")] = None,
-    head: Annotated[
-        int | None, typer.Option(min=0, help="Query head of Figure 5.", show_default="6, or the last one")
-    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="Query head of Figure 5; the last one if there are fewer.")] = 6,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
     queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
     text: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="A text; give it twice.", show_default="prose and code"),
+        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="Texts [prose and code].")
     ] = None,
     start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens taken in at a time.")] = 512,
     *,
     setting: common.Setting = common.EXACT,
 ) -> None:
@@ -172,13 +160,10 @@ def main(
     whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
     if not whole:
         raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
-    middle = whole[len(whole) // 2] if layer is None else layer
-    three = asked or sorted({whole[0], whole[len(whole) // 2], whole[-1]})
-    head = min(6, heads - 1) if head is None else head
-    if not (all(0 <= one <= last for one in (*three, middle)) and head < heads):
-        raise typer.BadParameter(
-            f"layers {three} and {middle}, head {head}: the model has layers 0 to {last} and heads 0 to {heads - 1}"
-        )
+    middle, head = whole[len(whole) // 2], min(head, heads - 1)
+    three = asked or sorted({whole[0], middle, whole[-1]})
+    if not all(0 <= one <= last for one in three):
+        raise typer.BadParameter(f"layers {three}: the model has layers 0 to {last}")
     if queries > tokens // 4:
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1
@@ -189,24 +174,20 @@ def main(
     with torch.inference_mode():
         for name, content in tqdm(texts.items(), desc="texts"):
             ids = common.window(content, tokenizer, start, tokens).to(model.device)
-            found[name] = record(model, ids, positions, sorted({*three, middle}), chunk)
+            found[name] = record(model, ids, positions, sorted({*three, middle}))
     first = next(iter(found.values()))
     edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
     windows = []
     for one in three:
-        sums = window_sums(first[one][1:], edges, edges)
-        windows += [
-            {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(sums[i, j])}
-            for i, j in np.ndindex(sums.shape)
-        ]
+        sums = window_sums(first[one][1:], edges)
+        at = ((edges[i], edges[j], float(sums[i, j])) for i, j in np.ndindex(sums.shape))
+        windows += [{"layer": one, "first": s, "newest": r, "weight": weight} for s, r, weight in at]
     setting.write(windows)
     by_head = []
     for name, weights in found.items():
         share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
-        by_head += [
-            {"text": name, "layer": middle, "head": number, "share": float(value), "holds": HOLDS}
-            for number, value in enumerate(share)
-        ]
+        facts = {"text": name, "layer": middle, "holds": HOLDS}
+        by_head += [facts | {"head": number, "share": value} for number, value in enumerate(share.tolist())]
     setting.write(by_head, "_heads")
     common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
     if tokens >= 2 * (SINKS + LOCAL + queries):
@@ -214,21 +195,19 @@ def main(
         for name, weights in found.items():
             for one in three:
                 each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
-                told = {key: torch.stack([shape[key] for shape in each]).median(0).values for key in each[0]}
-                scores += [
-                    {"text": name, "layer": one, "head": number} | {k: float(v[number]) for k, v in told.items()}
-                    for number in range(heads)
-                ]
+                told = {k: np.quantile([shape[k] for shape in each], 0.5, 0, method="lower") for k in each[0]}
+                facts = {"text": name, "layer": one}
+                scores += [facts | {"head": n} | {k: float(v[n]) for k, v in told.items()} for n in range(heads)]
         setting.write(scores, "_scores")
     else:
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
-    pair = [first[middle][0][head], first[middle][-1][head]]
-    draw_positions(pair, middle, head, setting.beside("_positions.png"))
-    line = line_at(pair[1], LINE)
+    early_row, late = first[middle][0][head], first[middle][-1][head]
+    draw_positions([early_row, late], middle, head, setting.beside("_positions.png"))
+    line, before = line_at(late, LINE), [*early_row.tolist(), *[None] * (len(late) - len(early_row))]
+    facts = {"layer": middle, "head": head, "hold": LINE}
     by_position = [
-        {"layer": middle, "head": head, "position": p, "weight": weight, "above_line": int(weight >= line)}
-        | {"weight_before": float(pair[0][p]) if p <= early else None, "hold": LINE}
-        for p, weight in enumerate(pair[1].tolist())
+        facts | {"position": p, "weight": weight, "above_line": int(weight >= line), "weight_before": before[p]}
+        for p, weight in enumerate(late.tolist())
     ]
     setting.write(by_position, "_positions")
 

@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 import hf_offload
+from hf_offload.policies.registry import POLICIES, make_policy
 from hf_offload.tools import assets
 from hf_offload.tools.plan import CACHE_KNOBS, parse_setting
 from turns import turn
@@ -58,9 +59,7 @@ KindsOption = Annotated[str, typer.Option(help=f"Kinds of text, of {', '.join(as
 StepsOption = Annotated[int, typer.Option(min=1, help="Decode steps that count, per round.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Rounds in which the rows take turns.")]
 TierOption = Annotated[str | None, typer.Option(help='"one" or "split" memory; the default follows the device.')]
-ReadOption = Annotated[
-    str | None, typer.Option(help="Tokens of text in a longer context, which repeats them.", show_default="all")
-]
+ReadOption = Annotated[str | None, typer.Option(help="Tokens of text, which longer contexts repeat [all].")]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")]
 OutOption = Annotated[Path, typer.Option(help="Where the CSV goes; what else is written goes beside it.")]
 
@@ -157,9 +156,9 @@ def listed(text: str, allowed: Iterable[str], what: str) -> list[str]:
     return names
 
 
-def kinds_of(names: str, more: Iterable[str] = ()) -> list[str]:
-    """Parse a list of kinds of text, of which a script may have more."""
-    return listed(names, (*assets.KINDS, *more), "kinds")
+def kinds_of(names: str) -> list[str]:
+    """Parse a list of kinds of text."""
+    return listed(names, assets.KINDS, "kinds")
 
 
 def numbers(text: str) -> list[int]:
@@ -195,11 +194,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def make_cache(self, model: PreTrainedModel, length: int | None = None) -> Cache:
-        """Make an empty cache and set the attention implementation that goes with it.
-
-        Args:
-            length: tokens that a static cache holds.
-        """
+        """Make an empty cache (a static one of so many tokens) and set the attention that goes with it."""
         self.activate(model)
         if self.policy == "dynamic":
             return DynamicCache(config=model.config)
@@ -210,8 +205,6 @@ class Row:
     @property
     def _chooses(self) -> dict[str, bool]:
         """What keeps a policy from attending all while all is resident: its choice is what a row measures."""
-        from hf_offload.policies.registry import POLICIES
-
         named = POLICIES.get(self.policy) if isinstance(self.policy, str) else None
         return {"dense": False} if named is not None and "dense" in named.__dataclass_fields__ else {}
 
@@ -233,12 +226,9 @@ FULL = Row("dynamic", "dynamic")
 
 
 def row_of(text: str, tier: str | None = None, predictor: Path | None = None, stock: Sequence[str] = ()) -> Row:
-    """The row of a policy with knobs, or of a short name. In its name a file that a knob names has no folder.
+    """The row of a policy with knobs, of a short name, or of `stock`. In its name a knob's file has no folder.
 
-    Args:
-        tier: of caches whose knobs say nothing of it.
-        predictor: a file for `fluxion`, if its knobs name none.
-        stock: of `STOCK`, what is a row here.
+    `tier` is that of caches whose knobs say nothing of it, `predictor` a file for `fluxion` if its knobs name none.
     """
     if text in stock:
         return Row(text, text)
@@ -251,38 +241,25 @@ def row_of(text: str, tier: str | None = None, predictor: Path | None = None, st
             name = f"{policy}:{knobs}" if knobs else policy
         if policy == "fluxion" and predictor is not None:
             options = {"predictor": str(predictor), **options}
-        _check(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
+        make_policy(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"--row {text}: {error}") from None
     return Row(name, policy, options if tier is None else {"tier": tier, **options})
 
 
 def _of_short(name: str, number: str | None, suffix: str | None) -> tuple[str, dict[str, Any]]:
-    knobs: dict[str, Any] = {}
-    if number is not None:
-        value = float(number) if "." in number else int(number)
+    value = None if number is None else float(number) if "." in number else int(number)
+    if value is None:
+        knobs: dict[str, Any] = {}
+    elif name == "hgca":
+        knobs = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
+    else:
         knobs = {"tau" if name == "fluxion" else "budget": value}
-        if name == "hgca":
-            knobs = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
     return {"fixed": "fixed_hybrid"}.get(name, name), knobs | _SUFFIXES[suffix]
 
 
-def _check(policy: str, knobs: dict[str, Any]) -> None:
-    """Refuse what the package would; an older one, which `versus.py` runs, does so when the cache is made."""
-    try:
-        from hf_offload.policies.registry import make_policy
-    except ImportError:
-        return
-    make_policy(policy, knobs)
-
-
 def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = None, **knobs: Any) -> list[Row]:
-    """The rows of a `RowsOption`, in its order.
-
-    Args:
-        args, knobs: as for `row_of`.
-        known: the script's own rows by name, or names of several.
-    """
+    """The rows of a `RowsOption`, by `row_of`, or `known`: a script's own rows by name, or names of several."""
 
     def find(text: str) -> list[Row]:
         own = (known or {}).get(text)
@@ -324,6 +301,12 @@ def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: in
     if len(ids) < tokens:
         raise typer.BadParameter(f"the text has {start + len(ids)} tokens; a window at {start} needs {tokens} more")
     return torch.tensor([ids])
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, device: torch.device) -> torch.Tensor:
+    """Token ids `[1, N]` of a text, and nothing else."""
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    return ids.to(device)
 
 
 def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
@@ -487,12 +470,7 @@ class Records:
     """What a long run has found, in `NAME.jsonl` behind a line with the settings: a stopped run goes on from it.
 
     Each process appends to a file of its own, from the second on `NAME.process1.jsonl`, …, and reads those of all.
-
-    Args:
-        file: `NAME.jsonl`.
-        keys: the fields that name a record.
-        settings: what the records depend on, for `json`; a run with others does not go on from them.
-        process: number of this process.
+    `keys` are the fields that name a record; a run with other settings does not go on from the records.
     """
 
     def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any], process: int = 0) -> None:
@@ -505,11 +483,6 @@ class Records:
     def key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
         """Which one a record is."""
         return tuple(record[name] for name in self.keys)
-
-    def once(self, key: Mapping[str, Any], work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """The record of a key: one that is there, or what `work` gives now."""
-        known = self.found.get(self.key(key))
-        return self.add({**key, **work()}) if known is None else known
 
     def add(self, record: dict[str, Any]) -> dict[str, Any]:
         """Keep a record; it is on the disk when this returns."""

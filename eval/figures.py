@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from os.path import commonprefix
@@ -57,13 +58,13 @@ def row(name: str, **columns: Any) -> pd.Series:
     return found.iloc[0]
 
 
-def picked(name: str, **columns: Any) -> Iterator[pd.Series]:
+def picked(file: str, **columns: Any) -> Iterator[pd.Series]:
     """`row` of each value of a column whose value is a list; a dict gives each a further column, `name`."""
     column = next((each for each, value in columns.items() if isinstance(value, list | dict)), None)
-    for value in [None] if column is None else columns[column]:
-        found = row(name, **columns | ({} if column is None else {column: value}))
-        named = columns.get(column)
-        yield found if not isinstance(named, dict) else pd.concat([found, pd.Series({"name": named[value]})])
+    values = [None] if column is None else columns[column]
+    for value in values:
+        found = row(file, **columns | ({} if column is None else {column: value}))
+        yield pd.concat([found, pd.Series({"name": values[value]})]) if isinstance(values, dict) else found
 
 
 class Number(float):
@@ -85,15 +86,19 @@ class Number(float):
         return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
 
 
-def tell(template: str, *values: Any, **named: Any) -> str:
-    """A template with its numbers; those of a row by the names of its columns (`*values`: numbers, or one row)."""
+class Fields(string.Formatter):
+    """Fields are expressions of a row's columns, and of what this module has: `{disk_bytes / 2**20:.0f}`."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        value = args[int(field_name)] if field_name.isdigit() else eval(field_name, globals(), dict(kwargs))
+        return (value if isinstance(value, str) else Number("nan" if value is None else value)), field_name
+
+
+def tell(template: str, *values: Any) -> str:
+    """A template with its numbers; those of one row by the names of its columns."""
     if len(values) == 1 and isinstance(values[0], pd.Series):
-        values, named = (), dict(values[0])
-
-    def written(value: Any) -> Any:
-        return value if isinstance(value, str) else Number("nan" if value is None else value)
-
-    return template.format(*map(written, values), **{name: written(value) for name, value in named.items()})
+        return Fields().vformat(template, (), dict(values[0]))
+    return Fields().vformat(template, values, {})
 
 
 def told(file: str, template: str, sep: str = " and ", **columns: Any) -> Callable[[], str]:
@@ -143,13 +148,9 @@ def pivot(
 ) -> str:
     """A table with a line for each value of a column, and some cells for each value of another one.
 
-    Args:
-        frame: one row for each pair of values.
-        down, across: the two columns.
-        cells: their titles have `{}` in place of the name of the value across.
-        labels, names: what to call the values down and across; None: all of them, as they are.
-        first: title of the first column.
-        last: cells that each line has once, of its first value across.
+    Titles of cells have `{}` in place of the name of the value across. `labels` and `names` say what to call the values
+    down and across (None: all of them, as they are), `first` is the title of the first column; `last` are cells that
+    each line has once, of its first value across.
     """
     labels = labels or {value: str(value) for value in frame[down].unique()}
     names, last = names or {value: str(value) for value in frame[across].unique()}, last or {}
@@ -178,48 +179,41 @@ def processor(cpu: str) -> str:
 
 
 def peers_caption() -> str:
-    ms = rows("peers").pivot(index="context", columns="way", values="p50")
-    faster = ms[ms[LLAMA] < ms[OURS]]
-    shorter = (
-        f" Up to {faster.index[-1] // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than "
-        "that of Transformers."
-        if len(faster)
-        else ""
+    ms, first = rows("peers").pivot(index="context", columns="way", values="p50"), rows("peers").iloc[0]
+    faster = "".join(
+        f" Up to {longest // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than that of "
+        "Transformers."
+        for longest in ms.index[ms[LLAMA] < ms[OURS]][-1:]
     )
-    first = rows("peers").iloc[0]
     name, _, zen = processor(first.cpu).partition(" (")
-    machine = f"{first.threads} threads of an {name} processor{zen and f' ({zen}'}"
     dynamic, static, llama = (tell("{}×", ms[way][32768] / ms[OURS][32768]) for way in (DYNAMIC, STATIC, LLAMA))
     return (
-        f"*SmolLM2-135M in bfloat16 on {machine}: same weights, prompt and threads, in turns (`eval/peers.py`). "
-        f"At 32k tokens, `scout` with `fast_linear` decodes {dynamic} as fast as `DynamicCache`, "
-        f"{static} as fast as `StaticCache` and {llama} as fast as llama.cpp.{shorter}*"
+        f"*SmolLM2-135M in bfloat16 on {first.threads} threads of an {name} processor{zen and f' ({zen}'}: same "
+        f"weights, prompt and threads, in turns (`eval/peers.py`). At 32k tokens, `scout` with `fast_linear` decodes "
+        f"{dynamic} as fast as `DynamicCache`, {static} as fast as `StaticCache` and {llama} as fast as "
+        f"llama.cpp.{faster}*"
     )
 
 
 def peers_summary() -> str:
-    frame = rows("peers").assign(both=lambda each: each.prefill_s + ANSWER * each.p50 / 1000)
     cells = {"{}: ms a token": "{p50:3}", "{}: prompt, s": "{prefill_s:3}"}
-    cells[f"{{}}: prompt + {ANSWER} × a token, s"] = "{both:3}"
+    cells[f"{{}}: prompt + {ANSWER} × a token, s"] = f"{{prefill_s + {ANSWER} * p50 / 1000:3}}"
     labels = {way: way if way in (STOCK, LLAMA) else f"`{way}`" for way in (OURS, STOCK, DYNAMIC, STATIC, LLAMA)}
-    return pivot(frame, "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
+    return pivot(rows("peers"), "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
 
 
-def peers_table() -> str:
-    frame = rows("peers").assign(kl=lambda each: each.kl.where(each.way != DYNAMIC))
-    cells = {"prompt, s": "{prefill_s:3}", "ms a token": "{p50:3}", "peak, MiB": "{peak_mib:3}", "KL": "{kl}"}
-    return table(frame, {"way": "{way}", "context": "{context:,.0f}"} | cells)
+PEERS = {"way": "{way}", "context": "{context:,.0f}", "prompt, s": "{prefill_s:3}", "ms a token": "{p50:3}"}
+PEERS |= {"peak, MiB": "{peak_mib:3}", "KL": "{None if way == DYNAMIC else kl}"}
 
 
 def linear_speed() -> str:
     """Products of one row: GB/s of weights, and the share of what a plain read reaches."""
     ours, theirs = (rows("bench_cpu_linear", case=case, batch=1) for case in ("linear", "torch: linear"))
-    frame = ours.merge(theirs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1")
     cells = {
         "weights of": "{model}", "dtype": "{dtype}", "torch, GB/s": "{gb_per_s_torch} ({of_limit_torch:.0%})",
-        "`fast_linear`, GB/s": "{gb_per_s} ({of_limit:.0%})", "ratio": "{ratio}×",
+        "`fast_linear`, GB/s": "{gb_per_s} ({of_limit:.0%})", "ratio": "{gb_per_s / gb_per_s_torch}×",
     }  # fmt: skip
-    return table(frame.assign(ratio=frame.gb_per_s / frame.gb_per_s_torch), cells, words=2)
+    return table(ours.merge(theirs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1"), cells, words=2)
 
 
 def batches(threads: int = 2) -> pd.DataFrame:
@@ -229,11 +223,6 @@ def batches(threads: int = 2) -> pd.DataFrame:
     contexts = frame.context.astype(str)
     frame = frame.assign(length=contexts.str.partition("+")[0].astype(int), batch=contexts.str.count(r"\+") + 1)
     return frame.pivot(index=["length", "batch"], columns="row", values="step").rename(columns=ways)
-
-
-def batch_table() -> str:
-    cells = {"context": "{length:,.0f}", "rows": "{batch:.0f}", "`DynamicCache`": "{dynamic:3}"}
-    return table(batches().reset_index(), cells | {"`budget=1024`": "{budget:3}", "`samples=512`": "{samples:3}"})
 
 
 def samples_time(length: int) -> str:
@@ -256,6 +245,12 @@ def setting(name: str) -> tuple[str, str]:
     if policy == "hgca" and "rescue=" not in knobs:  # measured when it was off by default
         knobs += ",rescue=0"
     return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
+
+
+def called(name: str) -> str:
+    """A row's policy and knobs as tables write them."""
+    policy, knobs = setting(name)
+    return f"{policy}, `{knobs}`" if knobs else policy
 
 
 def by_setting(name: str, **columns: Any) -> pd.DataFrame:
@@ -281,12 +276,6 @@ def losses(policy: str) -> str:
     )
 
 
-def budget_kl() -> str:
-    mine = by_setting("pareto").loc["scout"]
-    titles = ["", *(f"`{knobs}`" for knobs in mine.knobs)]
-    return lines(titles, [["KL to full attention", *(f"{kl:.4f}" for kl in mine.kl)]])
-
-
 KINDS = {kind: kind for kind in ("prose", "documentation", "code")}
 
 
@@ -295,7 +284,7 @@ def quality_table() -> str:
     frame = by_setting("quality")
     frame = frame[~frame.knobs.str.contains("host_dtype")]
     frame["found"] = frame.groupby(level=[0, 1]).found.transform("mean")
-    labels = {name: "{}, `{}`".format(*setting(name)) for name in frame.row}
+    labels = {name: called(name) for name in frame.row}
     cells = {"KL, {}": "{kl}", "KiB": "{read:,.0f}"}
     return pivot(frame, "row", "kind", cells, labels=labels, names=KINDS, last={"numbers found": "{found:.0%}"})
 
@@ -303,7 +292,7 @@ def quality_table() -> str:
 def lengths_table() -> str:
     """KL and KiB by the length of the context."""
     frame = rows("quality_lengths").sort_values("context", kind="stable")
-    labels = {name: "{}, `{}`".format(*setting(name)) for name in rows("quality_lengths").row}
+    labels = {name: called(name) for name in rows("quality_lengths").row}
     names = {context: f"{context:,}" for context in frame.context}
     return pivot(frame, "row", "context", {"KL, {} tokens": "{kl}", "KiB": "{read:,.0f}"}, labels=labels, names=names)
 
@@ -319,18 +308,15 @@ def samples_table() -> str:
 
 def extraction_table() -> str:
     """Shares of an answer's tokens, means over the lists."""
-    frame = rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index()
-    frame["name"] = [f"{policy}, `{knobs}`" if knobs else policy for policy, knobs in map(setting, frame.row)]
-    cells = {"": "{name}", "tokens of full attention kept": "{kept:.1%}", "tokens right": "{right:.1%}"}
-    return table(frame, cells)
+    cells = {"": "{called(row)}", "tokens of full attention kept": "{kept:.1%}", "tokens right": "{right:.1%}"}
+    return table(rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index(), cells)
 
 
 def needles_table() -> str:
-    frame = rows("needle")
-    frame[["found", "of"]] = frame[["score", "full"]].mul(frame.pairs / 100, axis=0)
-    names = KINDS | {"average": "all"}
+    frame, names = rows("needle"), KINDS | {"average": "all"}
     frame = frame[frame.row != frame.row.iloc[0]]
-    return pivot(frame, "row", "task", {"{}": "{found:.0f} ({of:.0f})"}, names=names, first="found (by full attention)")
+    cells = {"{}": "{score * pairs / 100:.0f} ({full * pairs / 100:.0f})"}
+    return pivot(frame, "row", "task", cells, names=names, first="found (by full attention)")
 
 
 def hidden_numbers(name: str, file: str = "needle") -> str:
@@ -376,39 +362,36 @@ def fidelity() -> pd.DataFrame:
     return rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
 
 
-def perplexity() -> pd.DataFrame:
-    """Rows of perplexity.csv with what their perplexity is more than full attention's."""
-    frame = rows("perplexity")
-    told = [f"{tell('{:+.2f}', 100 * one.nll_more)} ± {100 * one.nll_more_se:.2f} %" for one in frame.itertuples()]
-    return frame.assign(told=told)
-
-
 def perplexity_table() -> str:
     labels = {f"hgca-{ratio}-1": ratio for ratio in ("0.1", "0.25", "0.5", "0.75")}
     names, last = {"code": "code", "prose": "prose"}, {"host tokens kept": "{kept_share:.0%}"}
-    first = "window, share of the text"
-    return pivot(perplexity(), "row", "kind", {"{}": "{told}"}, labels=labels, names=names, first=first, last=last)
+    first, cells = "window, share of the text", {"{}": LOST}
+    return pivot(rows("perplexity"), "row", "kind", cells, labels=labels, names=names, first=first, last=last)
+
+
+LOST = "{100 * nll_more:+.2f} ± {100 * nll_more_se:.2f} %"
+"""What the perplexity is more than full attention's, with its standard error."""
 
 
 def ruler(name: str, columns: Cells) -> str:
-    """Scores and differences to full attention, the best first; `{called}` is a policy with its knobs."""
+    """Scores and differences to full attention, the best first where `{called}` names policy and knobs."""
     frame = by_setting(name, task="average")
     frame["row"] = frame.row.str.replace("predictor=predictor.safetensors,", "")
     frame["less"] = ["–" if one.policy == "full" else tell(MORE, one) for _, one in frame.iterrows()]
-    frame["called"] = [f"`{policy}`" + (f", `{knobs}`" if knobs else "") for policy, knobs in frame.index]
-    if "{called}" in columns.values():
+    if columns is BY_POLICY:
         frame = frame.sort_values("score", ascending=False, kind="stable")
     return table(frame, columns)
 
 
 # Long contexts, Fluxion
 
+FLUXION = {"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"}
+
 
 def fluxion_table() -> str:
     frame = pd.concat([rows(f"context_attention_fluxion_{kind}") for kind in ("code", "prose")])
-    frame["said"] = frame.row.map({"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1"})
-    columns = {"text": "{kind}", "row": "{said}", "chosen, MiB a token": "{chosen_MiB:3}", "KL": "{kl}"}
-    return table(frame.dropna(subset="said"), columns | {"same top token": "{top1:.0%}"}, words=2)
+    columns = {"text": "{kind}", "row": "{FLUXION[row]}", "chosen, MiB a token": "{chosen_MiB:3}", "KL": "{kl}"}
+    return table(frame[frame.row.isin(FLUXION)], columns | {"same top token": "{top1:.0%}"}, words=2)
 
 
 def trained() -> pd.DataFrame:
@@ -442,11 +425,6 @@ def retrieval() -> str:
     return "; ".join(found)
 
 
-def tau() -> str:
-    found = rows("context_attention_tau").iloc[1:]
-    return tell("{}, {}, {} MiB chosen, KL {}, {}, {}", *found.chosen_MiB, *found.kl)
-
-
 # Residency, saving, steadiness, kernels
 
 
@@ -459,15 +437,6 @@ def recalls() -> pd.DataFrame:
     steps = (frame.recall_interval * frame.recalls).groupby(frame.row, sort=False).first()
     interval = steps * by_row.size() / by_row.recalls.sum()
     return pd.DataFrame({"share": by_row.cpu_ratio.mean(), "interval": interval}).rename_axis("row")
-
-
-def ratio_table() -> str:
-    columns = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}"}
-    return table(recalls().reset_index(), columns | {"steps between recalls": "{interval}"})
-
-
-def saved_mib(name: str) -> str:
-    return tell("{:.0f} MiB", row("save_load", row=name, tokens=8192).disk_bytes / 2**20)
 
 
 def serve_table() -> str:
@@ -506,13 +475,22 @@ def tuned() -> str:
 # GPUs
 
 
-def gpu_defaults() -> str:
-    """What a cache takes by default, by the model of a step."""
-    names = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
-    frame = rows("h100/defaults").replace({"default": names})
-    columns = {"card": "{card}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "by default": "{default}"}
-    columns |= {"attend all": "{full_ms:3}", "choose": "{chosen_ms:3}", "few resident": "{split_ms:3}"}
-    return table(frame, columns | {"`DynamicCache`": "{stock_ms:3}"})
+DEFAULT = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
+CARDS = {"card": "{card}", "context": "{context:,.0f}", "rows": "{batch:.0f}"}
+CARDS |= {"by default": "{DEFAULT.get(default, default)}", "attend all": "{full_ms:3}", "choose": "{chosen_ms:3}"}
+CARDS |= {"few resident": "{split_ms:3}", "`DynamicCache`": "{stock_ms:3}"}
+"""What a cache takes by default, by the model of a step."""
+CACHES = {
+    "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
+    "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
+    "scout-quest": '`scout`, `digest="quest"`', "default": "`scout`, all resident (the default)",
+}  # fmt: skip
+
+
+def cache_of(row: str, replay: str) -> str:
+    """What a row of decoding on a GPU is called."""
+    name = row.removesuffix("-graph")
+    return CACHES[name] + ", graph" * (name != row) + ", by a script" * (replay != "none")
 
 
 def gpu_table(machine: str) -> str:
@@ -520,16 +498,8 @@ def gpu_table(machine: str) -> str:
     frame = rows(f"{machine}/decode").dropna(subset="p50").sort_values(["context", "batch"], kind="stable")
     if machine == "h200":
         frame = frame[(frame.row != "default-graph") | (frame.batch == 1)]
-    ways = {
-        "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
-        "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
-        "scout-quest": '`scout`, `digest="quest"`', "default": "`scout`, all resident (the default)",
-    }  # fmt: skip
-    frame["way"] = frame.row.str.removesuffix("-graph").map(ways)
-    frame["way"] += frame.row.str.endswith("-graph").map({True: ", graph", False: ""})
-    frame["way"] += (frame.replay != "none").map({True: ", by a script", False: ""})
     columns = {
-        "cache": "{way}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "ms a step": "{p50:3}",
+        "cache": "{cache_of(row, replay)}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "ms a step": "{p50:3}",
         "tokens/s": "{tokens_per_s:3}", "KV on the device, GiB": "{device_kv_gib}", "CPU": "{cpu_ratio:.0%}",
     }  # fmt: skip
     return table(frame, columns | ({"commit": "{commit}"} if frame.commit.nunique() > 1 else {}))
@@ -545,13 +515,6 @@ def gpu_ratio(column: str, over: pd.Series, under: pd.Series) -> str:
     return tell("{}×", over[column] / under[column])
 
 
-def gpu_idle_time(busy: bool) -> str:
-    """Milliseconds of a step of a full cache and of the default on an H200 in which the device computes, or idles."""
-    where = {"context": 32768, "batch": 1, "commit": "d172962"}
-    found = [row("h200/decode", row=name, **where) for name in ("full-resident-graph", "default-graph")]
-    return tell("{} and {} ms", *(one.busy * one.profiled if busy else one["between"] for one in found))
-
-
 def gpu_for_nothing() -> str:
     """What of a full cache's step on a GPU goes into asking a CPU that has nothing to attend."""
     step = gpu("full-resident-graph", 65536)
@@ -562,16 +525,9 @@ def gpu_for_nothing() -> str:
 
 def gpu_hand_over() -> str:
     """Microseconds a layer, of nothing and of some work by all threads."""
-    found, nothing = rows("h100/handoff"), rows("h100/handoff", work="nothing").p50.min()
-    some = found.iloc[-1]
-    work = some.work.replace("a head", "for each KV head")
-    return tell("{} µs if the work is nothing, {} µs with {}", nothing, some.p50, work)
-
-
-def gpu_idle() -> str:
-    """Of 16 rows whose blocks a script chose: shares of the time that the device waits, and has nothing to run."""
-    one = row("h100/decode", row="scout-graph", batch=16)
-    return tell("{:.1%} of the time it waits, {:.0%} it has nothing to run", one.waiting + one.moving, one.gaps)
+    nothing, some = rows("h100/handoff", work="nothing").p50.min(), rows("h100/handoff").iloc[-1]
+    said = tell("{} µs if the work is nothing, {} µs with ", nothing, some.p50)
+    return said + some.work.replace("a head", "for each KV head")
 
 
 def gpu_without(part: str) -> float:
@@ -620,11 +576,18 @@ def sources(files: str) -> str:
 
 ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
 H200 = {"file": "h200/decode", "commit": "d172962"}
+FULL_AND_DEFAULT = {"row": ["full-resident-graph", "default-graph"], "context": 32768, "batch": 1} | H200
+IDLE = "{waiting + moving:.1%} of the time it waits, {gaps:.0%} it has nothing to run"
+MIB = "{disk_bytes / 2**20:.0f} MiB"
+BATCHES = {"context": "{length:,.0f}", "rows": "{batch:.0f}", "`DynamicCache`": "{dynamic:3}"}
+BATCHES |= {"`budget=1024`": "{budget:3}", "`samples=512`": "{samples:3}"}
+RATIOS = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}", "steps between recalls": "{interval}"}
 SAVED = {"file": "save_load", "row": "scout-1024", "tokens": 8192}
 TURN = SAVED | {"tokens": 32768}
 LONG = "context_attention_32k"
 BY_ROW = {"row": "{row}", "score": "{score:.1f}", "difference to full attention": "{less}"}
-BY_POLICY = {"policy": "{called}", "score": "{score:.1f}", "difference to `full`": "{less}"}
+BY_POLICY = {"policy": "`{policy}`{knobs and ', `' + knobs + '`'}", "score": "{score:.1f}"}
+BY_POLICY["difference to `full`"] = "{less}"
 TURNS = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
 MIXED = {"file": "context_attention_batches", "row": "fluxion-0.1"}
 WINDOW = {"file": "attention_stats", "first": 1, "newest": 512}
@@ -642,10 +605,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     # README.md and docs/results.md
     "peers-caption": peers_caption,
     "peers-summary": peers_summary,
-    "results-peers": peers_table,
+    "results-peers": listing("peers", PEERS),
     "linear-speed": linear_speed,
     "gguf-dtypes": listing("gguf_dtypes", WAYS, words=2),
-    "results-batch": batch_table,
+    "results-batch": lambda: table(batches().reset_index(), BATCHES),
     "results-needles": needles_table,
     "results-second-turn": lambda: lines(["row", "found"], [[name, second_turn(row)] for row, name in TURNS.items()]),
     "results-fidelity": fidelity_table,
@@ -659,7 +622,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "results-perplexity": perplexity_table,
     "results-ruler": partial(ruler, "ruler", BY_ROW),
     "results-fluxion": fluxion_table,
-    "results-ratio": ratio_table,
+    "results-ratio": lambda: table(recalls().reset_index(), RATIOS),
     "results-save": listing("save_load", SAVES, tokens=8192),
     "results-steady": steady_table,
     "results-kernels": kernels_table,
@@ -688,14 +651,15 @@ FIGURES: dict[str, Callable[[], str]] = {
     "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
     "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
     "paper-digest": lambda: tell("{}×", (fidelity()["paper-off"] / fidelity()["scout-off"]).median()),
-    "budget-kl": budget_kl,
+    "budget-kl": lambda: lines(
+        ["", *(f"`{knobs}`" for knobs in by_setting("pareto").loc["scout"].knobs)],
+        [["KL to full attention", *(f"{kl:.4f}" for kl in by_setting("pareto").loc["scout"].kl)]],
+    ),
     "cpu-ratio-1": lambda: tell("{share:.0%}", recalls().loc["recall-1"]),
     "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", recalls().loc["recall-1.5"]),
     "second-turn-hgca": partial(second_turn, "hgca-0.1"),
     "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
-    "hgca-perplexity": lambda: " and ".join(
-        perplexity().set_index(["row", "kind"]).told["hgca-0.25-1"][["code", "prose"]]
-    ),
+    "hgca-perplexity": told("perplexity", LOST, row="hgca-0.25-1", kind=["code", "prose"]),
     "tuned": tuned,
     "saved-prefill": told(template="{prefill_s} s", **SAVED),
     "saved-load": told(template="{load_s} s", **SAVED),
@@ -706,8 +670,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "store-cold": told(template="{turn_cold_disk_s} s", **TURN),
     "serve": serve_table,
     "serve-tokens": lambda: tell("{tokens:,.0f}", rows("serve").iloc[0]),
-    "saved-bytes": partial(saved_mib, "scout-1024"),
-    "saved-bytes-int8": partial(saved_mib, "scout-1024-int8"),
+    "saved-bytes": told(template=MIB, **SAVED),
+    "saved-bytes-int8": told(template=MIB, **SAVED | {"row": "scout-1024-int8"}),
     "forked-bytes": told(template="{fork_bytes:.2f}×", **SAVED),
     # docs/concepts.md and docs/papers.md
     "papers-cosine": lambda: tell("{}", rows("cpu_ratio_layers", row="recall-1.5").query_cosine.mean()),
@@ -734,14 +698,18 @@ FIGURES: dict[str, Callable[[], str]] = {
     "papers-retrieval": retrieval,
     "papers-mixed": told(template="{attention:3} ms", sep=" against ", context=["4096+512", "4096+4096"], **MIXED),
     "papers-predictor-share": told("context_attention_predict", "{predict_share:.1%}", context=8192),
-    "papers-tau": tau,
+    "papers-tau": lambda: tell(
+        "{}, {}, {} MiB chosen, KL {}, {}, {}",
+        *rows("context_attention_tau").chosen_MiB.iloc[1:],
+        *rows("context_attention_tau").kl.iloc[1:],
+    ),
     # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
     "gpu-sources": partial(sources, "h[12]00/*.csv"),
-    "gpu-defaults": gpu_defaults,
+    "gpu-defaults": listing("h100/defaults", CARDS),
     "gpu-h200": partial(gpu_table, "h200"),
     "gpu-first-token": told("h200/prompt", "{first} s", row="default"),
-    "gpu-busy": partial(gpu_idle_time, busy=True),
-    "gpu-between": partial(gpu_idle_time, busy=False),
+    "gpu-busy": lambda: tell("{} and {} ms", *(one.busy * one.profiled for one in picked(**FULL_AND_DEFAULT))),
+    "gpu-between": together(column="between", template="{} and {} ms", **FULL_AND_DEFAULT),
     "gpu-chosen-before": told("h200/decode", "{p50:3}", row="default-graph", context=[32768, 65536], batch=8),
     "gpu-filled": told("h200/decode", "{fill_s} s", row="full-resident-graph", batch=8, commit=["81ec37f", "d172962"]),
     "gpu-stock-h200": told("h200/decode", "{p50:3} ms", row="dynamic"),
@@ -759,7 +727,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         gpu_ratio("p50", gpu("scout", 32768, batch), gpu("scout-graph", 32768, batch)) for batch in (1, 8)
     ),
     "gpu-hand-over": gpu_hand_over,
-    "gpu-idle": gpu_idle,
+    "gpu-idle": told("h100/decode", IDLE, row="scout-graph", batch=16),
     "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
     "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
     "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
@@ -818,10 +786,8 @@ def write(text: str) -> str:
 
 def main(
     paths: Annotated[list[Path] | None, typer.Argument(exists=True, help="Pages [default: all].")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is out of date.")
-    ] = False,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw eval/results/quality.png anew, too.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is old.")] = False,
+    picture: Annotated[bool, typer.Option("--picture", help="Draw eval/results/quality.png, too.")] = False,
 ) -> None:
     """Write the measured numbers of README.md and docs/ from the CSVs."""
     stale = []

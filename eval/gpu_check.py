@@ -6,47 +6,36 @@
 
 Parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
-- correctness: the tests of flags and of one graph; the others marked `gpu`; the tests of exactness with the model on
-  the GPU, once more with every hand-over between CPU and GPU made late; CUDA graphs against eager steps. Of a row,
-  `failed` should be 0.
-- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values: `full-resident` has all of the
-  context on the device and hands nothing over, `default` is a cache as it is by default, `chosen` the same with
-  `dense=False`, `drawn` draws keys, `dynamic` and `offloading` are Transformers' own cache on the device and on the
-  host, `scout` and what is left out of it; milliseconds a step, tokens a second. The chosen blocks follow a script
-  (`eval/gpu/replay.py`), since those of a random model change nearly all in each step; the column `replay` says which.
+- correctness: the tests of flags and of one graph; graphs against eager steps; the others marked `gpu`; the tests of
+  exactness with the model on the GPU, once more with every hand-over late. Of a row, `failed` should be 0.
+- decode: a model of random weights in the shape of Qwen3-8B, on random keys and values; milliseconds a step, tokens a
+  second. `full-resident` has all of the context on the device and hands nothing over, `default` is a cache as it is by
+  default, `chosen` the same with `dense=False`, `drawn` draws keys, `dynamic` and `offloading` are Transformers' own
+  cache on the device and on the host. The blocks of `scout` and of what is left out of it follow a script
+  (`eval/gpu/replay.py`), since those of a random model change nearly all in each step; the column `replay` says which:
   10 % of the blocks are not resident and a recall comes every 4 steps, or 20 % and every step.
 - prompt: seconds until the first token behind a prompt of random tokens, a new cache each time: `first` with memory
   that nobody has had yet, `second` after that.
-- pieces: what a step's time is made of, each alone, microseconds. The merge with a host partial, whose kernel reads
-  pinned memory, and replays of it whose partial the CPU changes each time (`wrong` should be 0). The host's way through
-  a replayed step of 36 layers, from its start to the end of each: `mask`, `prepare`, `copies`, `launch`, `returned`,
-  `done`. The speed of pinning ordinary and huge pages.
 - handoff: query and blocks to the host, the CPU's work, the wait for it: microseconds a layer. The aim is 15 for a work
   that is nothing.
-- kernels: the speeds of copies and of pinning; the larger operations of `hf_offload.gpu`: p20, p50 and p80 of the time
-  on the device with cold caches; the time that its bytes alone would take (`floor`: at the speed of a large copy,
-  measured in the same run) and their ratio; what a launch costs the host; the time within a CUDA graph. All in
-  microseconds. Of `add_one`, `in_graph` is what one more small kernel costs a step.
+- kernels: the speeds of copies and of pinning ordinary and huge pages; the larger operations of `hf_offload.gpu`, in
+  microseconds: p20, p50 and p80 of the time on the device with cold caches; the time that its bytes alone would take
+  (`floor`: at the speed of a large copy, measured in the same run) and their ratio; what a launch costs the host; the
+  time within a CUDA graph. Of `add_one`, `in_graph` is what one more small kernel costs a step.
 
 At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
 Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
-time for), `failed.txt` (why), `env.txt` (the machine), and all of it once more as an archive, `<out>.tar.gz`, after
-every part. A first call gets to what tells most; these get to the rest:
-
-    make gpu-check CHECK="--part correctness --out results"
-    make gpu-check CHECK="--part decode --out results"
-    compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu
-
-What has passed of the tests is not repeated by a later call at the same commit, on the same device, into the same
-folder. The exit status is 1 if anything failed, and 75 if nothing did but not all tests were run: call again. (`make`
-makes 2 of both.)
+time for), `failed.txt` (why), and all of it once more as an archive, `<out>.tar.gz`. A first call gets to what tells
+most; `--part correctness --out results` and `--part decode --out results` get to the rest. What has passed of the tests
+is not repeated by a later call at the same commit, on the same device, into the same folder. The exit status is 1 if
+anything failed, and 75 if nothing did but not all tests were run: call again. (`make` makes 2 of both.) Memory errors:
+`compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu`.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,7 +46,7 @@ import torch
 import typer
 
 from common import RESULTS, command, environment, listed, show
-from gpu import correctness, decoding, handoff, kernels, pieces, prompts
+from gpu import correctness, decoding, handoff, operations, prompts
 from gpu.model import SHOWN as COLUMNS
 from gpu.model import check as predict
 from gpu.options import Options
@@ -66,11 +55,10 @@ from gpu.supervise import here, supervise
 
 PARTS: dict[str, tuple[ModuleType, int]] = {  # and seconds of each, if there are nine minutes
     "correctness": (correctness, 230),
-    "decode": (decoding, 200),
+    "decode": (decoding, 250),
     "prompt": (prompts, 30),
-    "pieces": (pieces, 60),
     "handoff": (handoff, 10),
-    "kernels": (kernels, 30),
+    "kernels": (operations, 40),
 }
 LASTING = "correctness"
 UNFINISHED = 75  # exit status
@@ -91,7 +79,6 @@ def main(
         raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
     out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
     out.begin([*wanted, "model"], [LASTING])
-    (results / "env.txt").write_text(machine(), encoding="utf-8")
     deadline, bad = started + 60 * minutes, False
     for place, name in enumerate(wanted):
         left = sum(PARTS[other][1] for other in wanted[place:])
@@ -109,37 +96,22 @@ def main(
         raise typer.Exit(UNFINISHED)
 
 
-def machine() -> str:
-    """What the results do not say of the machine: what its own tools tell, as far as it has them."""
-    texts = []
-    for call in ("nvidia-smi -q", "lscpu", "cat /proc/meminfo", f"{sys.executable} -m pip list"):
-        try:
-            done = subprocess.run(call.split(), capture_output=True, text=True, check=False, timeout=30)
-            text = done.stdout + done.stderr
-        except (OSError, subprocess.TimeoutExpired) as reason:
-            text = f"{reason}\n"
-        texts.append(f"=== {call}\n{text}\n")
-    return "".join(texts)
-
-
 def run_part(part: str, options: Options, results: Results, seconds: float) -> bool:
     """Run one part and print its results; returns whether anything failed."""
     module, failed = PARTS[part][0], False
-    cases = module.cases(options)
-    if options.quick:
-        here(part, cases, results, seconds)
-    else:
-        try:
+    try:
+        if options.quick:
+            here(part, module.cases(options), results, seconds)
+        else:
             supervise(part, module, options, results, seconds)
-        except RuntimeError as error:
-            failed = True
-            print(error, flush=True)
-    told = results.cases(part)
-    for name in cases.keys() - told.keys():
+    except RuntimeError as error:
+        failed = True
+        print(error, flush=True)
+    for name in module.cases(options).keys() - results.cases(part).keys():
         results.case(part, name, "not done")
     if rows := results.table(part):
         show(part, rows, getattr(module, "SHOWN", None))
-    return failed or "failed" in told.values()
+    return failed or "failed" in results.cases(part).values()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ The literature mixes two setups. dense: the prompt is attended exactly, question
 sparse: the context is attended exactly, and the question is fed token by token, so that the policy must choose for it
 as for the answer. The tables say which is which.
 
-With one memory a prompt is read once for all rows but those of policies that learn from its queries (`hgca`, `h2o`,
-`infinigen`, `fluxion`) and of `dynamic`: a further row costs its answers only. Each answer is kept in OUT.jsonl at
-once; the same command goes on where it was stopped, and rows, tasks, setups or a larger --limit can be added to what is
-there.
+With one memory a prompt is read once for all rows but those that learn from its queries (`hgca`, `h2o`, `infinigen`,
+`fluxion`) and `dynamic`: a further row costs its answers only. Each answer is kept in OUT.jsonl at once; the same
+command goes on where it was stopped, and rows, tasks, setups or a larger --limit can be added to what is there.
 """
 
 from __future__ import annotations
@@ -56,12 +55,7 @@ CLASSES = ("trec", "lsht")
 
 
 def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
-    """The samples of a task.
-
-    Args:
-        task: its name in LongBench.
-        rows: in LongBench's own fields; None: those of the hub.
-    """
+    """The samples of a task, of rows with LongBench's own fields or (None) of those of the hub."""
     if rows == []:
         return []
 

@@ -39,7 +39,7 @@ import common
 import hf_offload
 from hf_offload.tools.assets import find_smollm2, source_of
 from hf_offload.tools.measuring import divergence
-from plotting import lines, plot
+from plotting import plot
 
 OURS, STOCK, DYNAMIC, STATIC = "hf_offload", "hf_offload with stock layers", "DynamicCache", "StaticCache"
 OFFLOADING, LLAMA = "offloading", "llama.cpp"
@@ -187,7 +187,8 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
             for way in dict.fromkeys(record["way"] for record in records):
                 color, marker, width = styles[way]
                 mine = [record for record in records if record["way"] == way]
-                lines(axes, mine, "context", column, by="way", marker=marker, color=color, lw=width, ms=5)
+                points = [record["context"] for record in mine], [record[column] for record in mine]
+                axes.plot(*points, label=way, marker=marker, color=color, lw=width, ms=5)
             axes.set(xscale="log", yscale="log", xlabel="context, tokens", title=title)
             axes.set_xticks(contexts, [f"{n / 1024:g}k" if n >= 1024 else f"{n:g}" for n in contexts], minor=False)
             axes.set_xticks([], minor=True)
@@ -235,12 +236,8 @@ def measure(
 
 def main(
     contexts: common.ContextsOption = "128,2k,8k,32k",
-    ways: Annotated[
-        str | None, typer.Option(help="By name, comma-separated [default: all that are available].")
-    ] = None,
-    budget: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that scout attends in a step [default: scout's own samples].")
-    ] = None,
+    ways: Annotated[str | None, typer.Option(help="By name, comma-separated [all that are available].")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Tokens that scout attends [its own samples].")] = None,
     steps: common.StepsOption = 16,
     rounds: common.RoundsOption = 4,
     gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Weights for llama.cpp.")] = None,

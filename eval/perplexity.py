@@ -31,22 +31,17 @@ from transformers import PreTrainedModel
 
 import common
 
-BLOCK_SIZE = 32
+BLOCK_SIZE, CHUNK = 32, 512
 
 
-def grid(tokens: int, ratios: list[float], betas: list[float], learns: dict[str, Any]) -> dict[str, Any]:
-    """The rows that attend shares of the texts' length, by name; `grid` names those of hgca, which `learns` so."""
+def grid(tokens: int, ratios: list[float], betas: list[float], tier: str | None) -> dict[str, Any]:
+    """The rows that attend shares of the texts' length, by name; `grid` names those of hgca."""
+    common_knobs = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
     newest = {ratio: math.ceil(ratio * tokens / BLOCK_SIZE) * BLOCK_SIZE for ratio in ratios}
-    rows: dict[str, Any] = {}
-    for ratio, attended in newest.items():
-        for beta in betas:
-            knobs = {"window": attended, "beta": beta, "block_size": BLOCK_SIZE} | learns
-            rows[f"hgca-{ratio:g}-{beta:g}"] = common.Row(f"hgca-{ratio:g}-{beta:g}", "hgca", knobs)
-    rows["grid"] = list(rows)
-    for ratio, attended in newest.items():
-        knobs = {"budget": attended, "block_size": BLOCK_SIZE}
-        rows[f"window-{ratio:g}"] = common.Row(f"window-{ratio:g}", "window", knobs)
-    return rows
+    every = [(f"hgca-{r:g}-{b:g}", "hgca", {"window": n, "beta": b}) for r, n in newest.items() for b in betas]
+    every += [(f"window-{ratio:g}", "window", {"budget": n}) for ratio, n in newest.items()]
+    rows: dict[str, Any] = {name: common.Row(name, policy, knobs | common_knobs) for name, policy, knobs in every}
+    return rows | {"grid": [name for name in rows if name.startswith("hgca")]}
 
 
 def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -54,12 +49,12 @@ def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0].cpu().double()
 
 
-def reference(model: PreTrainedModel, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+def reference(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Losses `[B, T]` of full attention for tokens 1… of each sequence `[B, T + 1]`, one sequence after the other."""
     rows = []
     for row in tqdm(ids, desc="full attention", unit="text", delay=5, leave=False):
         cache = common.FULL.make_cache(model)
-        parts = zip(row[None, :-1].split(chunk, 1), row[None, 1:].split(chunk, 1), strict=True)
+        parts = zip(row[None, :-1].split(CHUNK, 1), row[None, 1:].split(CHUNK, 1), strict=True)
         rows.append(torch.cat([loss(model(part, past_key_values=cache).logits, after) for part, after in parts], 1))
     return torch.cat(rows)
 
@@ -106,26 +101,22 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of each text.")] = 1,
     ratios: Annotated[str, typer.Option(help="Shares of the length that are attended densely.")] = "0.1,0.25,0.5,0.75",
     betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
-    alpha: Annotated[float | None, typer.Option(help="How fast the grid's hgca forgets [default: its own].")] = None,
-    steps: Annotated[str | None, typer.Option(help='"max" or "mean" of its weights [default: its own].')] = None,
     rows: common.RowsOption = ["grid"],  # noqa: B006
     tier: common.TierOption = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens that full attention takes in at a time.")] = 512,
     *,
     setting: common.TextSetting,
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     kinds = common.kinds_of(texts)
-    learns = {name: value for name, value in (("alpha", alpha), ("steps", steps), ("tier", tier)) if value is not None}
-    chosen = common.rows_of(rows, tier, known=grid(tokens, shares(ratios), shares(betas), learns))
-    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "learns": learns, "prose": setting.source}
+    chosen = common.rows_of(rows, tier, known=grid(tokens, shares(ratios), shares(betas), tier))
+    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
     progress = setting.records(("row", "kind"), chosen, **about)
     model, tokenizer = setting.load()
     starts = [(kind, common.OFFSETS[kind][0] + number * tokens) for kind in kinds for number in range(batch)]
     ids = torch.cat([setting.window(tokenizer, kind, start, tokens + 1) for kind, start in starts]).to(model.device)
     places = {kind: slice(number * batch, (number + 1) * batch) for number, kind in enumerate(kinds)}
     with torch.inference_mode():
-        full = reference(model, ids, chunk)
+        full = reference(model, ids)
         records = [{"row": common.FULL.name, "kind": k} | told(full[p], full[p]) for k, p in places.items()]
         common.check_rows(chosen, model)
         for row in tqdm(chosen):

@@ -60,10 +60,8 @@ def local_sources(
     def fewer(*args: Any, **options: Any) -> Any:
         return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
 
-    changes: list[tuple[Any, str, Any]] = [
-        (module, "get_tokenizer", lambda *_, **__: tokenizer),
-        (module, builder, fewer),
-    ]
+    changes: list[tuple[Any, str, Any]] = [(module, "get_tokenizer", lambda *_, **__: tokenizer)]
+    changes.append((module, builder, fewer))
     if prose is not None and name == "niah_utils":
         from lm_eval.tasks.ruler import prepare_niah
 
@@ -92,13 +90,10 @@ def local_sources(
 def samples_of(
     task: str, length: int, tokenizer: PreTrainedTokenizerBase, samples: int, folder: Path | None, prose: Path | None
 ) -> list[Sample]:
-    """Samples of a task at a length; the same ones whenever they are made with the same tokenizer and sources.
+    """Samples of a task of so many tokens, prompt and answer; the same ones with the same tokenizer and sources.
 
-    Args:
-        length: tokens of prompt and answer together, at most.
-        samples: how many.
-        folder: with squad.json and hotpotqa.json (no samples of a task whose file is not there); None: downloaded.
-        prose: for the essays; None: they are downloaded.
+    A folder has squad.json and hotpotqa.json (no samples of a task whose file is not there), `prose` is for the essays;
+    without them they are downloaded.
     """
     if folder is not None and task in SOURCES and not (folder / SOURCES[task][1]).exists():
         return []

@@ -38,6 +38,9 @@ QUESTIONS = (
 )
 
 
+TURNS = ("row", "tokens", "turn_none_s", "turn_ram_s", "turn_disk_s", "turn_cold_disk_s")
+
+
 def go_on(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -> tuple[torch.Tensor, list[float]]:
     """Greedy steps after a token `[1, 1]`: their logits `[steps, V]`, and the seconds that each took."""
     logits, seconds = [], []
@@ -59,54 +62,50 @@ def turns(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: common.Row, ids: torch.Tensor, repeats: int
 ) -> dict[str, float]:
     """Seconds to the first token of a second turn, by where the first one is found, and bytes of the store."""
-
-    def tokens(text: str) -> torch.Tensor:
-        return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    seconds: dict[str, list[float]] = {name: [] for name in TURNS[2:]}
 
     def made(min_seconds: float) -> hf_offload.PrefixStore:
         return hf_offload.PrefixStore(folder, model, row.policy, min_seconds=min_seconds, **row.options)
 
-    def ask(store: hf_offload.PrefixStore, prompt: torch.Tensor, source: str | None) -> float:
-        with common.clock() as seconds, store.open(prompt) as found:
+    def ask(name: str, store: hf_offload.PrefixStore, ids: torch.Tensor, question: str, source: str | None) -> None:
+        prompt = torch.cat([ids, common.ids_of(tokenizer, question, ids.device)], 1)
+        with common.clock(seconds[name]), store.open(prompt) as found:
             assert found.source == source
             if source is None:
                 found.read(chunk=2048)
-            model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), **{name: found.cache}, max_new_tokens=1, pad_token_id=0
-            )
-        return seconds[0]
+            given = {"attention_mask": torch.ones_like(prompt), argument: found.cache}
+            model.generate(prompt, **given, max_new_tokens=1, pad_token_id=0)
 
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    seconds: dict[str, list[float]] = {"turn_none_s": [], "turn_ram_s": [], "turn_disk_s": [], "turn_cold_disk_s": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        first = torch.cat([ids, tokens(QUESTIONS[0])], 1)
-        seconds["turn_none_s"].append(ask(store := made(0), first, None))
+        store = made(0)
+        ask("turn_none_s", store, ids, QUESTIONS[0], None)
         store.close()
+        first = torch.cat([ids, common.ids_of(tokenizer, QUESTIONS[0], ids.device)], 1)
         for turn in range(repeats):
-            for kind in ("turn_disk_s", "turn_cold_disk_s"):
-                if kind == "turn_cold_disk_s":
+            for name in ("turn_disk_s", "turn_cold_disk_s"):
+                if name == "turn_cold_disk_s":
                     gc.collect()  # mapped files cannot be forgotten
                     for path in folder.glob("*/*/*"):
                         forget_file(path)
                 store = made(1e9)  # saves nothing more
-                seconds[kind].append(ask(store, torch.cat([first, tokens(f"{QUESTIONS[1]} {kind} {turn}")], 1), "disk"))
-                if kind == "turn_disk_s":
-                    again = torch.cat([first, tokens(f"{QUESTIONS[2]} {turn}")], 1)
-                    seconds["turn_ram_s"].append(ask(store, again, "ram"))
+                ask(name, store, first, f"{QUESTIONS[1]} {name} {turn}", "disk")
+                if name == "turn_disk_s":
+                    ask("turn_ram_s", store, first, f"{QUESTIONS[2]} {turn}", "ram")
                 store.close()
                 del store
         size = sum({path.stat().st_ino: path.stat().st_size for path in folder.glob("*/*/*")}.values())
-    return {kind: float(np.median(values)) for kind, values in seconds.items()} | {"store_bytes": size}
+    return {name: float(np.median(values)) for name, values in seconds.items()} | {"store_bytes": size}
 
 
 def fork_bytes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, steps: int) -> float:
     """Fork a cache for every question and answer it: bytes held by all against one."""
     one, forks = used_bytes([cache]), []
     for question in QUESTIONS:
-        ids = tokenizer(question, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
         forks.append(cache.fork())
-        go_on(model, forks[-1], common.prefill(model, forks[-1], ids).argmax(-1, keepdim=True), steps)
+        logits = common.prefill(model, forks[-1], common.ids_of(tokenizer, question, model.device))
+        go_on(model, forks[-1], logits.argmax(-1, keepdim=True), steps)
     return used_bytes([cache, *forks]) / one
 
 
@@ -164,20 +163,9 @@ def main(
             ids = setting.window(tokenizer, text, 0, length).to(model.device)
             records += [measure(model, tokenizer, row, ids, steps, repeats) for row in tqdm(chosen, disable=None)]
     setting.write([record | {"kind": text, "tier": tier, "steps": steps} for record in records])
-    columns = (
-        "row",
-        "tokens",
-        "prefill_s",
-        "save_s",
-        "load_s",
-        "speedup",
-        "unverified_load_s",
-        "identical",
-        "fork_bytes",
-    )
-    kept = ("row", "tokens", "turn_none_s", "turn_ram_s", "turn_disk_s", "turn_cold_disk_s")
-    common.show("seconds to the first token of a second turn, by where the first one is", records, kept)
-    common.show("bytes held by a cache and three forks, against those of the cache", records, columns)
+    common.show("seconds to the first token of a second turn, by where the first one is", records, TURNS)
+    columns = ("row", "tokens", "prefill_s", "save_s", "load_s", "speedup", "unverified_load_s", "identical")
+    common.show("bytes held by a cache and three forks, against those of the cache", records, (*columns, "fork_bytes"))
 
 
 if __name__ == "__main__":

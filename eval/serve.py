@@ -16,6 +16,7 @@ Both read the same weights in bfloat16. A document that llama.cpp has read for o
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
@@ -54,12 +55,7 @@ class Answer:
 
 
 class Server:
-    """A server as a process of its own; `with` starts it and kills it.
-
-    Args:
-        command: what starts it, without the port.
-        more: what its requests have besides.
-    """
+    """A server as a process of its own, whose requests have some more fields; `with` starts it and kills it."""
 
     def __init__(self, command: list[str], **more: Any) -> None:
         self.command, self.more = command, more
@@ -80,22 +76,23 @@ class Server:
         self.process.kill()
         self.process.wait()
 
-    def get(self, path: str, body: dict[str, Any] | None = None) -> str:
-        """What a path gives, for a body if there is one."""
+    def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The response to a request, with a body if there is one."""
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=7200) as response:
+        return urllib.request.urlopen(asked, timeout=7200)
+
+    def get(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """What a path gives."""
+        with self.open(path, body) as response:
             return str(response.read().decode())
 
     def ask(self, ids: list[int], tokens: int, **more: Any) -> Answer:
         """The greedy answer to a prompt, of so many tokens."""
         body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "stream": True, **self.more, **more}
         body["stream_options"] = {"include_usage": True}
-        asked = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         answer, start = Answer(), time.perf_counter()
-        with urllib.request.urlopen(asked, timeout=7200) as response:
+        with self.open("/v1/completions", body) as response:
             for line in response:
                 part = json.loads(line[6:]) if line.startswith(b"data: {") else {}
                 answer.usage = part.get("usage") or answer.usage
@@ -112,21 +109,17 @@ def until_saved(server: Server) -> None:
         time.sleep(0.1)
 
 
-def tokens_per_s(answers: list[Answer]) -> float:
-    """Tokens a second of all answers, from when the last of them has begun until the first one ends."""
-    begin = max(answer.times[0] for answer in answers)
-    end = max(min(answer.times[-1] for answer in answers), begin + 1e-9)
-    return sum(begin < at <= end for answer in answers for at in answer.times) / (end - begin)
-
-
 def at_once(server: Server, prompts: list[list[int]], tokens: int, slots: bool) -> float:
-    """Tokens a second of answers to prompts that are sent together."""
+    """Tokens a second of answers to prompts that are sent together, from when the last of them has begun until the
+    first one ends.
+    """
     with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [
-            pool.submit(server.ask, prompt, tokens, **({"id_slot": slot} if slots else {}))
-            for slot, prompt in enumerate(prompts)
-        ]
-    return tokens_per_s([each.result() for each in asked])
+        named = ({"id_slot": slot} if slots else {} for slot in itertools.count())
+        asked = [pool.submit(server.ask, prompt, tokens, **more) for prompt, more in zip(prompts, named, strict=False)]
+    every = [each.result().times for each in asked]
+    begin = max(times[0] for times in every)
+    end = max(min(times[-1] for times in every), begin + 1e-9)
+    return sum(begin < at <= end for times in every for at in times) / (end - begin)
 
 
 class Texts:
@@ -137,20 +130,18 @@ class Texts:
         self.document: list[int] = setting.window(self._tokenizer, kind, 0, tokens)[0].tolist()
         self.eos = self._tokenizer.eos_token_id
 
-    def first(self) -> list[int]:
-        """The first turn."""
-        return [*self.document, *self._ids(QUESTIONS[0])]
+    def __call__(self, *texts: str) -> list[int]:
+        """The document and what comes behind it, piece by piece."""
+        pieces = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        return [*self.document, *(token for piece in pieces for token in piece)]
 
     def second(self, answer: str, number: int) -> list[int]:
         """A second turn, another one each time."""
-        return [*self.first(), *self._ids(f"{answer}{QUESTIONS[1]} {number}")]
+        return self(QUESTIONS[0], f"{answer}{QUESTIONS[1]} {number}")
 
-    def asked(self, number: int) -> list[int]:
-        """A chat about the document."""
-        return [*self.document, *self._ids(f"\n\nQuestion {number}: {QUESTIONS[2].strip()}")]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def chats(self, count: int) -> list[list[int]]:
+        """So many chats about the document."""
+        return [self(f"\n\nQuestion {number}: {QUESTIONS[2].strip()}") for number in range(count)]
 
 
 def of_ours(
@@ -162,7 +153,7 @@ def of_ours(
     command += ["--max-context", str(len(texts.document) + ROOM)]
     server, seconds = Server(command, logit_bias={str(texts.eos): -100}), []
     with server:
-        read = server.ask(texts.first(), answers)
+        read = server.ask(texts(QUESTIONS[0]), answers)
         until_saved(server)
     for number in range(repeats):
         with server:
@@ -170,7 +161,7 @@ def of_ours(
             seconds.append(second.times[0])
     with server:
         server.get("/v1/prefixes", {"prompt": texts.document})
-        rates = {f"tokens_per_s_{n}": at_once(server, [*map(texts.asked, range(n))], answers, False) for n in chats}
+        rates = {f"tokens_per_s_{n}": at_once(server, texts.chats(n), answers, False) for n in chats}
     cached = second.usage["prompt_tokens_details"]["cached_tokens"]
     return {"read_s": read.times[0], "first_token_s": float(np.median(seconds)), "cached_tokens": cached, **rates}
 
@@ -196,7 +187,7 @@ def of_llama(
     command += ["--slot-save-path", f"{folder}/", "--override-kv", f"llama.context_length=int:{context}"]
     server, seconds, rates = Server(command, ignore_eos=True, cache_prompt=True), [], {}
     with server:
-        read = server.ask(texts.first(), answers, id_slot=0)
+        read = server.ask(texts(QUESTIONS[0]), answers, id_slot=0)
         server.get("/slots/0?action=save", {"filename": "document"})
     with server:  # nothing is kept
         alone = server.ask(texts.second(read.text, 0), 2, id_slot=0)
@@ -210,8 +201,7 @@ def of_llama(
         with server:
             for slot in range(count):
                 server.get(f"/slots/{slot}?action=restore", {"filename": "document"})
-            prompts = [texts.asked(slot) for slot in range(count)]
-            rates[f"tokens_per_s_{count}"] = at_once(server, prompts, answers, True)
+            rates[f"tokens_per_s_{count}"] = at_once(server, texts.chats(count), answers, True)
     cached = (alone.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     found = {"read_s": read.times[0], "first_token_s": alone.times[0], "cached_tokens": cached}
     return found | {"by_hand_s": float(np.median(seconds)), **rates}
@@ -223,12 +213,8 @@ def main(
     answers: Annotated[int, typer.Option(min=4, help="Tokens of each answer.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Times that a second turn is asked.")] = 3,
     kind: common.KindOption = "documentation",
-    llama_server: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="llama.cpp's server; without it no row of it.")
-    ] = None,
-    gguf: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Its weights, if --model is given.")
-    ] = None,
+    llama_server: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="llama.cpp's server.")] = None,
+    gguf: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Its weights for --model.")] = None,
     *,
     setting: common.TextSetting,
 ) -> None:

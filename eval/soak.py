@@ -1,7 +1,7 @@
 """What stays in memory over thousands of decode steps: in the process, in the pools, in Python?
 
     python eval/soak.py
-    python eval/soak.py --steps 2000 --rows scout:budget=256,tier=split,resident=256,full --model smollm2
+    python eval/soak.py --steps 2000 --rows scout:budget=256,tier=split,resident=256,full
 
 A chat that never ends: tokens are decoded one by one; from time to time a turn of several tokens comes, and whenever
 the context has reached its bound most of it is dropped again. Every row runs in a process of its own, since what an
@@ -45,11 +45,10 @@ def tiny() -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def soak(row: common.Row, model_name: str, steps: int, context: int, every: int, threads: int) -> list[dict[str, Any]]:
+def soak(row: common.Row, steps: int, context: int, every: int, threads: int) -> list[dict[str, Any]]:
     """Run one row; returns its samples, in bytes and objects."""
     torch.set_num_threads(threads or torch.get_num_threads())
-    name = None if model_name == "smollm2" else model_name
-    model = tiny() if model_name == "tiny" else common.load(name, "bfloat16", threads)[0]
+    model = tiny()
     cache, chance = row.make_cache(model), random.Random(0)
     vocabulary, start, samples = model.config.vocab_size, time.perf_counter(), []
 
@@ -68,7 +67,7 @@ def soak(row: common.Row, model_name: str, steps: int, context: int, every: int,
             stats = cache.stats().as_dict()
             gc.collect()
             held = {name: stats[name] for name in ("host_bytes", "digest_bytes", "resident_bytes")}
-            told = {"row": row.name, "model": model_name, "step": step, "seconds": time.perf_counter() - start}
+            told = {"row": row.name, "model": "tiny", "step": step, "seconds": time.perf_counter() - start}
             told |= {"context": cache.get_seq_length(), "rss_bytes": common.resident_bytes()}
             samples.append(told | {"slab_bytes": slab_bytes([cache]), **held, "objects": len(gc.get_objects())})
     return samples
@@ -82,7 +81,6 @@ def slope(samples: list[dict[str, Any]], key: str) -> float:
 
 def main(
     rows: common.RowsOption = ["scout-one,scout-split"],  # noqa: B006
-    model: Annotated[str, typer.Option(help='"tiny" (random weights), "smollm2", or a path or name.')] = "tiny",
     steps: Annotated[int, typer.Option(help="Decode steps a row.", min=8)] = 10_000,
     context: Annotated[int, typer.Option(help="Tokens at which the context is cropped to a quarter.", min=512)] = 2048,
     every: Annotated[int, typer.Option(help="Steps between two samples.", min=1)] = 50,
@@ -93,7 +91,7 @@ def main(
     samples, table = [], []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         for row in common.rows_of(rows, known=ROWS):
-            mine = processes.apply(soak, (row, model, steps, context, every, threads))
+            mine = processes.apply(soak, (row, steps, context, every, threads))
             samples += mine
             grown = {"bytes a step": slope(mine, "rss_bytes"), "objects a step": slope(mine, "objects")}
             table.append({"row": row.name, "MiB at the end": mine[-1]["rss_bytes"] / 2**20} | grown)

@@ -56,13 +56,7 @@ def git(*arguments: str) -> bytes:
 
 
 class Side:
-    """A process that runs the script with one of the two packages; it ends with the context.
-
-    Args:
-        name: for messages.
-        package: the folder in which the package lies.
-        command: the script and its arguments.
-    """
+    """A process that runs a command, the script and its arguments, with the package of a folder."""
 
     def __init__(self, name: str, package: Path, command: Sequence[Any]) -> None:
         self.name, self.running, self.folder = name, True, tempfile.TemporaryDirectory()
@@ -125,11 +119,7 @@ def figure(cells: Sequence[str]) -> float | str:
 
 
 def compare(base: Sequence[Rows], here: Sequence[Rows]) -> list[dict[str, Any]]:
-    """The rows of both sides, joined.
-
-    Args:
-        base, here: of each run, what the other commit and this checkout have written.
-    """
+    """Join what the other commit and this checkout have written in each run."""
     runs = [*base, *here]
     if len({len(rows) for rows in runs}) > 1:
         raise ValueError(f"the other commit has {len(base[0])} rows and this one {len(here[0])}")

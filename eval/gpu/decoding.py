@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from common import Row, numbers, percentiles
 from gpu import models
-from gpu.options import Options
+from gpu.options import FREE, FULL, STOCK, VARIANTS, Options
 from gpu.replay import Replay, Script, parse, write_script
 from gpu.supervise import Cases, NotApplicable
 from hf_offload import HybridCache, Scout
@@ -28,16 +28,6 @@ STEP_SECONDS = 15  # of a row for the steps that count, if there have been a few
 SHOWN = (
     "context", "batch", "row", "replay", "p50", "tokens_per_s", "cpu_ratio", "dense_share", "device_kv_gib", "note",
 )  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
-    "scout": {},
-    "scout-no-recall": {"recall": 0},
-    "scout-off": {"lookahead": "off"},
-    "scout-quest": {"digest": "quest"},
-}
-FULL = "full-resident"
-FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
-"""Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
-chooses among them; and keys that are drawn, with few blocks on the device."""
 FEW, MANY = "miss=0.1,drift=0.15,recall=4", "miss=0.2,drift=0.2,recall=1"
 """Scripts (`gpu.replay`) of choices like a trained model's with 1.5 budgets and with one budget resident."""
 # Context (k), batch, row and script of the cases that tell most, which come first: time may be up before the last.
@@ -57,16 +47,11 @@ each step."""
 
 def chosen_cases(options: Options) -> list[Case]:
     """The cases in the order of their worth."""
-    contexts, batches, rows = (
-        numbers(options.contexts),
-        numbers(options.batches),
-        options.rows.replace(" ", "").split(","),
-    )
+    rows, usual = options.rows.replace(" ", "").split(","), Options()
     asked = (
         (context, batch, row, (options.replay or FEW) if row.removesuffix("-graph") in VARIANTS else None)
-        for context, batch, row in itertools.product(contexts, batches, rows)
+        for context, batch, row in itertools.product(numbers(options.contexts), numbers(options.batches), rows)
     )
-    usual = Options()
     whole = (options.contexts, options.batches, options.replay) == (usual.contexts, usual.batches, None)
     first = [(context << 10, *rest) for context, *rest in FIRST if rest[1] in rows and whole]
     return list(dict.fromkeys([*first, *asked]))
@@ -104,21 +89,20 @@ def filled_tokens(context: int, block: int = BLOCK) -> int:
 
 def make_row(options: Options, name: str, script: Script | None, block: int, context: int) -> Row:
     """The cache of a row."""
-    if name in ("dynamic", "offloading"):
+    if name in STOCK:
         return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
-    memory = {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
-    small = {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
-    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, "cuda_graph": name.endswith("-graph")}
-    knobs |= memory
-    if name.startswith(FULL):
-        return Row(name, "full", knobs | {"resident": context, "block_size": block if options.quick else FULL_BLOCK})
     kind = name.removesuffix("-graph")
+    small = {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
+    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, "cuda_graph": kind != name}
+    knobs |= {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
+    if kind == FULL:
+        return Row(name, "full", knobs | {"resident": context, "block_size": block if options.quick else FULL_BLOCK})
+    budget = {} if kind == "drawn" else {"budget": options.budget}
     if kind in FREE:
-        attended = {} if "samples" in FREE[kind] else {"budget": options.budget}
         if kind != "drawn" and options.on_gpu:
             del knobs["resident"]
-        return Row(name, Scout(**attended, **small, **FREE[kind]), knobs)
-    policy: dict[str, Any] = {"budget": options.budget, "dense": False, **small, **VARIANTS[kind]}
+        return Row(name, Scout(**budget, **small, **FREE[kind]), knobs)
+    policy: dict[str, Any] = {"dense": False, **budget, **small, **VARIANTS[kind]}
     if script is None:
         return Row(name, Scout(**policy), knobs)
     return Row(name, Replay(**{"recall": script.interval, **policy}, script=script), knobs)
@@ -140,11 +124,7 @@ _kv = functools.lru_cache(maxsize=1)(models.random_kv)  # filled into cache afte
 def measure(
     options: Options, model: PreTrainedModel, context: int, batch: int, name: str, replay: str | None
 ) -> dict[str, Any]:
-    """One row of results.
-
-    Args:
-        replay: numbers of the script by which the row chooses, or None.
-    """
+    """One row of results; `replay` are the numbers of the script by which it chooses, if it does."""
     if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
         raise NotApplicable(f"{name} needs a GPU")
     block = 8 if options.quick else BLOCK
@@ -162,8 +142,7 @@ def measure(
 
 def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: int) -> dict[str, Any]:
     """Time decode steps of a cache that is full; milliseconds."""
-    shape = WARM_UP + options.steps, batch, 1
-    coming = iter(torch.randint(model.config.vocab_size, shape, device=options.device))
+    coming = iter(torch.randint(model.config.vocab_size, (WARM_UP + options.steps, batch, 1), device=options.device))
     mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
@@ -173,12 +152,8 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: in
 
     times = time_steps(options, step)
     mean = sum(times) / len(times)
-    found: dict[str, Any] = {
-        "tokens_per_s": 1000 * batch / mean,
-        **percentiles(times),
-        "mean": mean,
-        "steps": len(times),
-    }
+    found: dict[str, Any] = {"tokens_per_s": 1000 * batch / mean, **percentiles(times)}
+    found |= {"mean": mean, "steps": len(times)}
     if options.on_gpu:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if not isinstance(cache, HybridCache):

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench_cpu import Memory
 from common import percentiles
 from gpu.options import Options
 from gpu.supervise import Cases
 from gpu.timing import recorded
-from hf_offload.blocks.host_pool import HostPool
 from hf_offload.cpu.host_signals import Doorbell
-from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.move_records import touch_records
-from hf_offload.cpu.kernels.record import HostBlocks
-from hf_offload.cpu.launch import Launch, tag_of
+from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.handover import Inbox, hand_over
 from hf_offload.graph.graph_capture import Announced, Capture
 
@@ -28,22 +26,20 @@ LAYERS = 36
 TARGET = 15.0  # microseconds a layer
 FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
+ALONE = "kernels alone"
 
 
 def cases(options: Options) -> Cases:
     """A work, and how many threads there are for it; a step hands over as many pieces of it as a model has layers."""
     counts = [1] if options.quick else sorted({1, 4, 8, max((os.cpu_count() or 2) - 1, 1)})
-    found: Cases = {"kernels alone": (SECONDS, partial(measure, options, "kernels alone", 0))}
-    for work in WORKS:
-        found |= {f"{work}, {n} threads": (SECONDS, partial(measure, options, work, n)) for n in counts}
-    return found
+    every = {ALONE: (ALONE, 0)} | {f"{work}, {n} threads": (work, n) for work in WORKS for n in counts}
+    return {name: (SECONDS, partial(measure, options, *case)) for name, case in every.items()}
 
 
 def measure(options: Options, work: str, threads: int) -> Iterator[dict[str, Any]]:
     """Microseconds a layer."""
     layers = 4 if options.quick else LAYERS
-    times = by_flags(options, WORKS.get(work), threads, layers)
-    a_layer = percentiles(1e6 * seconds / layers for seconds in times)
+    a_layer = percentiles(1e6 * seconds / layers for seconds in times_of(options, work, threads, layers))
     yield {"work": work, "host_threads": threads, "layers": layers, **a_layer, "target": TARGET}
 
 
@@ -54,35 +50,14 @@ def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
 
 def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
     """Attention of one row to a few blocks of 32 tokens of each of eight KV heads."""
-    blocks, heads, size, dim, count = 256, 8, 32, 128, FEW
-    pool = HostPool(heads, size, dim, dtype)
-    pool.allocate(blocks)
-    for slab in pool.slabs:
-        slab.fill_(0.01)
-    rng = np.random.default_rng(0)
-    query = rng.standard_normal((1, 4 * heads, dim), dtype=np.float32)
-    chosen = np.sort(np.stack([rng.choice(blocks, count, replace=False) for _ in range(heads)])[None].astype(np.int32))
-    held = HostBlocks(
-        tag_of(dtype), pool.block_ptr, np.arange(blocks, dtype=np.int32)[None], np.zeros((1, blocks), np.uint8),
-        np.ones((1, blocks * size), np.uint8), size,
-    )  # fmt: skip
-    arrays: tuple[Any, ...] = query, held, chosen, np.full((1, heads), count, np.int32), blocks * size
-
-    def launch() -> Launch:
-        assert pool.slabs  # they live as long as their addresses are used
-        return decode_attention(
-            *arrays, np.empty_like(query), np.empty(query.shape[:2], np.float32), np.empty_like(query),
-            scale=dim**-0.5, softcap=None,
-        )  # fmt: skip
-
-    return launch
+    memory = Memory(8, 128, 32, dtype, nbytes=1 << 25)
+    return lambda: memory.decode(4, 1, 32 * FEW)
 
 
-Work = Callable[[torch.dtype], Callable[[], Launch]]
-WORKS: dict[str, Work] = {"nothing": nothing, f"{FEW} blocks a head": few_blocks}
+WORKS = {"nothing": nothing, f"{FEW} blocks a head": few_blocks}
 
 
-def _sender(options: Options, blocks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def sender(options: Options, blocks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """What hands over a query and some blocks a head of 64 that it might be, and announces it by a flag."""
     shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
     sent = tuple(torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes)
@@ -92,12 +67,12 @@ def _sender(options: Options, blocks: int) -> Callable[[torch.Tensor, torch.Tens
     return lambda flag, epoch: hand_over(inbox, *sent, flag=flag, epoch=epoch)
 
 
-def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> list[float]:
-    """Seconds of steps in which a graph hands over and waits, and a doorbell serves; None: nobody is waited for."""
+def times_of(options: Options, work: str, threads: int, layers: int) -> list[float]:
+    """Seconds of steps in which a graph hands over and waits, and a doorbell serves; `ALONE`: all answers are there."""
     capture = Capture(torch.device(options.device), layers, timeout=10.0)
     partials: list[Any] = [object() for _ in range(layers)]
-    launch = (work or nothing)(options.dtype)
-    send = _sender(options, FEW if work is few_blocks else 0)
+    launch = WORKS.get(work, nothing)(options.dtype)
+    send = sender(options, 0 if WORKS.get(work, nothing) is nothing else FEW)
 
     def launches() -> tuple[Launch, ...]:
         return (launch(),)
@@ -111,8 +86,7 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
         capture.announced.clear()
         capture.epoch.add_(1)
         for number, partial_ in enumerate(partials):
-            flag = capture.flag_of(partial_, launches, f"item {number}", key=partial_, after=None)
-            send(flag, capture.epoch)
+            send(capture.flag_of(partial_, launches, f"item {number}", key=partial_, after=None), capture.epoch)
             capture.wait(partial_)
 
     if options.on_gpu:
@@ -124,13 +98,13 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
     else:
         capture.announced.extend(Announced(each, launches, "an item", each, None) for each in partials)
     replay = recorded(options, step)
-    if work is None:
+    if work == ALONE:
         answer(1 << 30)
-        return _rounds(options, replay)
+        return rounds_of(options, replay)
     doorbell = Doorbell(threads)
     try:
         doorbell.replace(capture.items())
-        times = _rounds(options, replay)
+        times = rounds_of(options, replay)
         doorbell.check()
         if int(capture.late[0]):
             raise TimeoutError("the device gave up waiting for the CPU")
@@ -139,14 +113,13 @@ def by_flags(options: Options, work: Work | None, threads: int, layers: int) -> 
         doorbell.stop()
 
 
-def _rounds(options: Options, step: Callable[[], Any]) -> list[float]:
+def rounds_of(options: Options, step: Callable[[], Any]) -> list[float]:
     """Seconds of each of some steps, after some that do not count."""
     times = []
-    for number in range(4 if options.quick else 220):
+    for _ in range(4 if options.quick else 220):
         options.synchronize()
         start = time.perf_counter()
         step()
         options.synchronize()
-        if number >= (1 if options.quick else 20):
-            times.append(time.perf_counter() - start)
-    return times
+        times.append(time.perf_counter() - start)
+    return times[1 if options.quick else 20 :]

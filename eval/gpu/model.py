@@ -125,14 +125,8 @@ AFTER = Code(
 
 @dataclass(frozen=True)
 class Work:
-    """What a step has to do.
-
-    Args:
-        context, batch: tokens, rows.
-        row: `scout-graph`, `scout-no-recall-graph`, `chosen-graph` or `full-resident-graph`.
-        replay: the script of choices, or "none".
-        miss: share of the chosen blocks that the CPU attends.
-        recalled: bytes that a step recalls.
+    """What a step of a row (`scout-graph`, `chosen-graph`, …) has to do, whose choices follow the script `replay` or
+    "none": the CPU attends the share `miss` of the chosen blocks, and so many bytes are recalled.
     """
 
     context: int
@@ -295,21 +289,21 @@ def rows_of(tables: Tables) -> Iterator[tuple[Work, float]]:
 
 def measured(tables: Tables, code: Code, machine: Machine) -> tuple[Code, Machine]:
     """Code and machine with what a check has measured of them; what it did not get to stays."""
-    kernels, rows = list(tables("kernels")), list(tables("pieces"))
+    kernels = list(tables("kernels"))
     speeds = {
         "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
         "fetch": [row["link_bytes"] / row["p50"] / 1000 for row in kernels if row["operation"] == "fetch_all"],
     }
     machine = replace(machine, **{name: max(found) for name, found in speeds.items() if found})
-    scored = [row for row in kernels if row["operation"] == "score_submeans" and row.get("in_graph")]
-    if line := _line((row["device_bytes"], row["in_graph"]) for row in scored):
-        machine = replace(machine, score=1 / line[0] / 1000, score_fixed=max(line[1], 0.0))
-    merges = [row for row in rows if (row["piece"], row.get("variant")) == ("merge", "read") and row.get("in_graph")]
-    if line := _line((row["batch"], row["in_graph"]) for row in merges):
-        code = replace(code, merge=line[1], merge_row=line[0])
-    for row in rows:
-        if (row["piece"], row.get("variant")) == ("host time of a replay", "scout"):
-            code = replace(code, host=row["launch"] / 1000)
+
+    def line(operation: str, column: str) -> tuple[float, float] | None:
+        rows = [row for row in kernels if row["operation"] == operation and row.get("in_graph")]
+        return _line((row[column], row["in_graph"]) for row in rows)
+
+    if scored := line("score_submeans", "device_bytes"):
+        machine = replace(machine, score=1 / scored[0] / 1000, score_fixed=max(scored[1], 0.0))
+    if merged := line("merge_with_host", "batch"):
+        code = replace(code, merge=merged[1], merge_row=merged[0])
     return code, machine
 
 
@@ -373,9 +367,7 @@ def defaults() -> list[dict[str, Any]]:
 
 
 def main(
-    folder: Annotated[
-        Path | None, typer.Option("--measured", exists=True, file_okay=False, help="Folder of a check that has ended.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option("--measured", exists=True, help="Folder of a check.")] = None,
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = RESULTS / "gpu" / "model.csv",
 ) -> None:
     """Predict decode steps on a GPU from measured pieces."""

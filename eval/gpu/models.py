@@ -20,25 +20,20 @@ from hf_offload.blocks.sealing import seal
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
 HOST_SHARE = 0.8  # of the machine's memory
-_SAME: dict[str, Any] = {"max_position_embeddings": 1 << 18, "tie_word_embeddings": False}
+BIG = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 160,
+}  # fmt: skip
 
 
 def config_of(options: Options) -> Qwen3Config:
     """Qwen3-8B's shape; with `quick` a tiny one."""
-    if options.quick:
-        return narrow_config(options.layers)
-    return Qwen3Config(
-        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        vocab_size=151936, rope_theta=1e6, num_hidden_layers=options.layers, **_SAME,
-    )  # fmt: skip
-
-
-def narrow_config(layers: int) -> Qwen3Config:
-    """So many layers, each of them tiny."""
-    return Qwen3Config(
-        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        vocab_size=160, num_hidden_layers=layers, **_SAME,
-    )  # fmt: skip
+    more: dict[str, Any] = {"max_position_embeddings": 1 << 18, "tie_word_embeddings": False}
+    return Qwen3Config(num_hidden_layers=options.layers, **more, **(TINY if options.quick else BIG))
 
 
 @functools.cache
@@ -92,12 +87,11 @@ def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, t
         near, far = kv_bytes(config, batch * row.options.get("resident", tokens), itemsize), everything
         if isinstance(row.policy, Scout):
             near += digest_bytes(config, batch * tokens, digest=row.policy.digest)
-    host = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if options.host_gib is not None:
-        host = options.host_gib * 2**30
-    cap = float("inf") if options.kv_gib is None else options.kv_gib * 2**30
-    if options.kv_gib is None and options.on_gpu:
+    host, cap = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), float("inf")
+    if options.on_gpu:
         cap = free_device_memory(torch.device("cuda", torch.cuda.current_device())) or 0
+    host = host if options.host_gib is None else options.host_gib * 2**30
+    cap = cap if options.kv_gib is None else options.kv_gib * 2**30
     for what, need, room in (("device", near, cap), ("host", far, host)):
         if need > room:
             raise NotApplicable(f"does not fit: {need / 2**30:.1f} GiB on the {what}, {room / 2**30:.1f} GiB allowed")

@@ -1,31 +1,31 @@
-"""The operations of `hf_offload.gpu` that take most of a step: inputs of real sizes, bytes they must move."""
+"""Times of the device's larger operations against the time that their bytes alone would take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gpu import models
 from gpu.options import Options
-from gpu.timing import nothing
+from gpu.supervise import Cases
+from gpu.timing import Timer, bandwidths
 from hf_offload.gpu import block_topk, digest_scores, kv_copy
-from hf_offload.gpu import exchange as exchanging
-from hf_offload.gpu import handover as handing
 from hf_offload.gpu import paged_attention as attention
 from hf_offload.gpu.merge import HostResult, merge
+
+SECONDS = 40
+SHOWN = (
+    "operation", "batch", "tokens", "context", "p50", "floor", "of_floor", "wall", "launch", "in_graph", "gb_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Size:
-    """One size.
-
-    Args:
-        batch, kv_heads, group, dim, block: as everywhere.
-        chosen: blocks of a row and KV head that are attended or resident.
-        context: blocks of a row.
-    """
+    """One size: of `context` blocks of a row, `chosen` ones of each KV head are attended or resident."""
 
     batch: int
     kv_heads: int = 8
@@ -35,43 +35,22 @@ class Size:
     chosen: int = 64
     context: int = 4096
 
-    @property
-    def lines(self) -> tuple[int, int]:
-        """`B, Hkv`."""
-        return self.batch, self.kv_heads
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """`B, Hq`."""
-        return self.batch, self.kv_heads * self.group
-
-
-QUICK = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)
-
-
-def size_of(options: Options, batch: int) -> Size:
-    """What a step of so many rows has; with `quick` a tiny one."""
-    return QUICK if options.quick else Size(batch)
+QUICK = [Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)]
+SIZES = [Size(1), Size(16)]
+LONG = {"chosen": 1024, "context": 1024}  # all of a context of 32k resident
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call to be timed.
-
-    Args:
-        call: makes it.
-        device_bytes: that it has to read or write in device memory.
-        link_bytes: that have to come from pinned host memory (`back`: go there).
-        prepare: done before each call, untimed.
-        keep: what the call reaches only by address.
+    """One call to be timed, what it has to read or write in device memory and in pinned host memory, and what it
+    reaches only by address.
     """
 
     call: Callable[[], Any]
-    device_bytes: int = 0
+    device_bytes: int
     link_bytes: int = 0
-    prepare: Callable[[], Any] = nothing
-    back: bool = False
-    keep: tuple[Any, ...] = ()
+    keep: Any = None
 
 
 class Inputs:
@@ -79,9 +58,10 @@ class Inputs:
 
     def __init__(self, options: Options, size: Size) -> None:
         self.options, self.size = options, size
+        self.lines, self.heads = (size.batch, size.kv_heads), (size.batch, size.kv_heads * size.group)
         torch.manual_seed(0)
         self.limits = self.ints([size.context * size.block, size.context - 1])  # the last block is not sealed
-        self.sinks = self.ints([0] * size.batch), self.ints([1] * size.batch)  # the first block of each row
+        self.scores_bytes = 4 * self.heads[0] * self.heads[1] * size.context  # a float32 a query head and block
 
     def floats(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Normal numbers."""
@@ -97,34 +77,25 @@ class Inputs:
 
     def query(self) -> torch.Tensor:
         """`[B, Hq, D]`."""
-        return self.floats(*self.size.heads, self.size.dim)
+        return self.floats(*self.heads, self.size.dim)
 
     def pool(self) -> torch.Tensor:
         """`[B, Hkv, R, 2, block, D]`, as many slots as blocks are chosen."""
         size = self.size
-        return self.floats(*size.lines, size.chosen, 2, size.block, size.dim, dtype=self.options.dtype)
+        return self.floats(*self.lines, size.chosen, 2, size.block, size.dim, dtype=self.options.dtype)
 
     def slots(self) -> torch.Tensor:
         """`[B, Hkv, C]`: all slots, in any order."""
-        return torch.rand(*self.size.lines, self.size.chosen, device=self.options.device).argsort(-1).int()
+        return torch.rand(*self.lines, self.size.chosen, device=self.options.device).argsort(-1).int()
 
     def blocks(self) -> torch.Tensor:
         """`[B, Hkv, C]`: chosen blocks, ascending, spread over the context, the last one among them."""
         step = self.size.context // self.size.chosen
-        return self.ints(torch.arange(step - 1, self.size.context, step)).expand(*self.size.lines, -1).contiguous()
+        return self.ints(torch.arange(step - 1, self.size.context, step)).expand(*self.lines, -1).contiguous()
 
     def counts(self, number: int) -> torch.Tensor:
         """`[B, Hkv]`."""
-        return self.ints([number]).expand(self.size.lines).contiguous()
-
-    def table(self, physical: int) -> torch.Tensor:
-        """`[B, N]`: which of the physical blocks a row has."""
-        return self.ints(torch.arange(self.size.batch * self.size.context) % physical).view(self.size.batch, -1)
-
-    @property
-    def scores_bytes(self) -> int:
-        """Of a float32 for each query head and block."""
-        return 4 * self.size.heads[0] * self.size.heads[1] * self.size.context
+        return self.ints([number]).expand(self.lines).contiguous()
 
 
 def paged_attention(x: Inputs) -> Operation:
@@ -138,11 +109,11 @@ def paged_attention(x: Inputs) -> Operation:
 def merge_with_host(x: Inputs) -> Operation:
     """The merge of the device's shares with a partial of the CPU, which lies in pinned memory, where it is read."""
     splits = attention.count_splits(x.size.batch * x.size.kv_heads, x.size.chosen * x.size.block)
-    out, lse = x.floats(*x.size.heads, splits, x.size.dim), x.floats(*x.size.heads, splits)
+    out, lse = x.floats(*x.heads, splits, x.size.dim), x.floats(*x.heads, splits)
     there, kbar, mass = x.pinned(x.query()), x.pinned(x.query()), x.pinned(x.query()[..., 0])
     query, host = x.query(), HostResult(there, mass, kbar, x.query())
     read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize
-    call = lambda: merge(out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)  # noqa: E731
+    call = functools.partial(merge, out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)
     return Operation(call, read, there.nbytes + mass.nbytes + kbar.nbytes)
 
 
@@ -154,73 +125,29 @@ def score_submeans(x: Inputs) -> Operation:
     sizes = torch.full((physical, size.kv_heads, pairs), 0x3D803D80, **some)
     bias = torch.full((physical, pairs), 0.7, device=x.options.device)
     center, sigma = (x.floats(size.batch, size.kv_heads, size.dim) for _ in range(2))
-    given = x.query(), codes.view(torch.uint8), levels, sizes, bias, center, sigma, x.table(physical)
+    table = x.ints(torch.arange(physical)).view(size.batch, -1)
+    given = x.query(), codes.view(torch.uint8), levels, sizes, bias, center, sigma, table
     nbytes = sum(part.nbytes for part in given) + x.scores_bytes
     return Operation(lambda: digest_scores.score_submeans(*given, x.limits, scale=0.1), nbytes)
 
 
-def score_vectors(x: Inputs) -> Operation:
-    size, physical = x.size, x.size.batch * x.size.context
-    vectors, bias = x.floats(physical, size.kv_heads, 2 * size.dim), x.floats(physical)
-    given = x.floats(*size.heads, 2 * size.dim), vectors, bias, x.table(physical)
-    nbytes = sum(part.nbytes for part in given) + x.scores_bytes
-    return Operation(lambda: digest_scores.score_vectors(*given, x.limits), nbytes)
-
-
 def select_blocks(x: Inputs) -> Operation:
-    score, chosen = x.floats(*x.size.lines, x.size.context), x.size.chosen
+    score, chosen = x.floats(*x.lines, x.size.context), x.size.chosen
+    sinks = x.ints([0] * x.size.batch), x.ints([1] * x.size.batch)  # the first block of each row
     knobs = {"block_size": x.size.block, "recent": 1, "k": chosen, "capacity": chosen}
     nbytes = score.nbytes + x.blocks().nbytes + x.counts(0).nbytes
-    return Operation(lambda: block_topk.select_blocks(score, x.limits, *x.sinks, **knobs), nbytes)
-
-
-def exchange(x: Inputs) -> Operation:
-    worth, known = x.floats(*x.size.lines, x.size.context), x.ints([x.size.context - 1])
-    blocks, slots = x.blocks(), x.slots()
-    slot_of = x.ints([-1]).expand(*x.size.lines, x.size.context).scatter(2, blocks.long(), slots)
-    block_of = torch.empty_like(blocks).scatter_(2, slots.long(), blocks)
-    before = block_of.clone(), slot_of.clone()
-
-    def restore() -> None:
-        block_of.copy_(before[0])
-        slot_of.copy_(before[1])
-
-    def call() -> Any:
-        return exchanging.exchange(worth, known, block_of, slot_of, *x.sinks, x.limits, recent=1, due=None)
-
-    return Operation(call, worth.nbytes + slot_of.nbytes + 4 * block_of.nbytes, prepare=restore)
-
-
-def _fetch(x: Inputs, share: float) -> Operation:
-    """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks a share of the slots is fetched."""
-    size, pool, physical = x.size, x.pool(), min(x.size.context, 512)
-    slab = x.pinned(pool[0, 0, :1].expand(physical, size.kv_heads, *pool.shape[3:])).normal_()
-    addresses = (slab.data_ptr() + slab[0].nbytes * torch.arange(physical)).to(x.options.device)
-    count = max(1, round(share * size.chosen))
-    moves = x.slots()[:, :, :count].contiguous(), x.blocks()[:, :, :count].contiguous(), x.counts(count)
-    table = x.ints(torch.randint(physical, (size.batch, size.context)))
-    moved = moves[0].numel() * pool[0, 0, 0].nbytes
-    call = lambda: kv_copy.fetch(pool, *moves, addresses, table, packed=None)  # noqa: E731
-    return Operation(call, moved, moved, keep=(slab,))
-
-
-def fetch_recall(x: Inputs) -> Operation:
-    return _fetch(x, 0.08)
+    return Operation(lambda: block_topk.select_blocks(score, x.limits, *sinks, **knobs), nbytes)
 
 
 def fetch_all(x: Inputs) -> Operation:
-    return _fetch(x, 1.0)
-
-
-def hand_over(x: Inputs) -> Operation:
-    """What the CPU attends with for five blocks a head, announced by a flag."""
-    chosen = min(5, x.size.chosen)
-    given = x.query(), x.blocks(), x.counts(chosen)
-    inbox = handing.Inbox(*map(x.pinned, given), x.ints([0]))
-    flag, epoch = x.pinned(x.ints([0])), x.ints([1])
-    sent = given[0].nbytes + (chosen + 1) * given[2].nbytes
-    call = lambda: handing.hand_over(inbox, *given, flag=flag, epoch=epoch)  # noqa: E731
-    return Operation(call, sent, sent, back=True, keep=(inbox,))
+    """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks one goes into each slot."""
+    size, pool, physical = x.size, x.pool(), min(x.size.context, 512)
+    slab = x.pinned(pool[0, 0, :1].expand(physical, size.kv_heads, *pool.shape[3:])).normal_()
+    addresses = (slab.data_ptr() + slab[0].nbytes * torch.arange(physical)).to(x.options.device)
+    moves = x.slots(), x.blocks(), x.counts(size.chosen)
+    table = x.ints(torch.randint(physical, (size.batch, size.context)))
+    moved = moves[0].numel() * pool[0, 0, 0].nbytes
+    return Operation(lambda: kv_copy.fetch(pool, *moves, addresses, table, packed=None), moved, moved, keep=slab)
 
 
 def add_one(x: Inputs) -> Operation:
@@ -230,9 +157,45 @@ def add_one(x: Inputs) -> Operation:
 
 
 OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
-    operation.__name__: operation
-    for operation in (
-        add_one, paged_attention, score_submeans, score_vectors, select_blocks, exchange, fetch_recall, fetch_all,
-        hand_over, merge_with_host,
-    )
-}  # fmt: skip
+    made.__name__: made
+    for made in (add_one, paged_attention, score_submeans, select_blocks, fetch_all, merge_with_host)
+}
+
+
+def cases(options: Options) -> Cases:
+    """The bandwidths, and each operation at each size."""
+    sizes = QUICK if options.quick else SIZES
+    every = [(name, size) for size in sizes for name in OPERATIONS]
+    if not options.quick:
+        every += [("paged_attention", Size(size.batch, **LONG)) for size in sizes]
+    return {"bandwidths": (SECONDS, functools.partial(speeds, options))} | {
+        f"{name}, batch {size.batch}, {size.chosen} of {size.context} blocks":
+            (SECONDS, functools.partial(measure, options, name, size))
+        for name, size in every
+    }  # fmt: skip
+
+
+_speeds = functools.cache(bandwidths)  # again in a process that goes on behind another
+
+
+def speeds(options: Options) -> Iterator[dict[str, Any]]:
+    """A row for each way that bytes take."""
+    for way, speed in _speeds(options).items():
+        yield {"operation": f"speed: {way}", "gb_per_s": speed / 1000}
+
+
+def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]:
+    """One row of results, microseconds."""
+    timer, operation, speed = Timer(options), OPERATIONS[name](Inputs(options, size)), _speeds(options)
+    call = operation.call
+    # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
+    floor = max(operation.device_bytes / speed["device"], operation.link_bytes / speed["link"])
+    wall, spread = timer.wall_time(call), timer.device_time(call)
+    yield {
+        "operation": name, "batch": size.batch, "tokens": size.chosen * size.block,
+        "context": size.context * size.block, **spread, "floor": floor, "of_floor": spread["p50"] / floor,
+        "wall": wall["p50"], "device_bytes": operation.device_bytes, "link_bytes": operation.link_bytes,
+        "launch": timer.launch_time(call), "in_graph": timer.graph_time(call),
+    }  # fmt: skip
+    del operation, call
+    models.free(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -11,10 +11,19 @@ import typer
 from common import listed, numbers
 from gpu.replay import parse
 
-VARIANTS = ("scout", "scout-no-recall", "scout-off", "scout-quest")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout": {},
+    "scout-no-recall": {"recall": 0},
+    "scout-off": {"lookahead": "off"},
+    "scout-quest": {"digest": "quest"},
+}
 """Rows that choose blocks by a script."""
-OTHERS = ("full-resident", "default", "chosen", "drawn")
-ROWS = ("dynamic", "offloading", *(f"{name}{graph}" for name in (*OTHERS, *VARIANTS) for graph in ("", "-graph")))
+FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
+"""Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
+chooses among them; and keys that are drawn, with few blocks on the device."""
+FULL = "full-resident"
+STOCK = ("dynamic", "offloading")
+ROWS = (*STOCK, *(f"{name}{graph}" for name in (FULL, *FREE, *VARIANTS) for graph in ("", "-graph")))
 USUAL = (
     "scout-graph,full-resident-graph,default-graph,scout,dynamic,offloading,chosen-graph,drawn-graph,"
     "scout-no-recall-graph,scout-off-graph,scout-quest-graph"
@@ -28,22 +37,13 @@ class Options:
     device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda"
     quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the model.")] = 36
-    kv_gib: Annotated[
-        float | None, typer.Option(min=0.0, help="GiB of KV and digests that a row may keep on the device [all].")
-    ] = None
-    host_gib: Annotated[
-        float | None,
-        typer.Option(help="GiB of host memory that a row may take, if a machine gets it bit by bit [4/5]."),
-    ] = None
+    kv_gib: Annotated[float | None, typer.Option(min=0.0, help="GiB of KV and digests on the device [all].")] = None
+    host_gib: Annotated[float | None, typer.Option(help="GiB of host memory that a row may take [4/5].")] = None
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated; k is 1,024.")] = "32k,64k"
     batches: Annotated[str, typer.Option(help="Rows decoded at once, comma-separated.")] = "1,8,16"
     rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}.")] = USUAL
-    budget: Annotated[int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps on the device.")] = (
-        2048
-    )
-    replay: Annotated[
-        str | None, typer.Option(help='"miss=0.08,drift=0.15[,recall=8]": the script by which all rows choose.')
-    ] = None
+    budget: Annotated[int, typer.Option(min=8, help="Tokens that a sparse row attends, and keeps there.")] = 2048
+    replay: Annotated[str | None, typer.Option(help='The script of choices, "miss=0.08,drift=0.15[,recall=8]".')] = None
     steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32
 
     def __post_init__(self) -> None:

@@ -72,10 +72,9 @@ def write_script(
     found = [_one_line(rng, free, middle, steps, miss * budget, drift * budget, int(recall)) for _ in range(count)]
 
     def whole(middles: np.ndarray, blocks: int) -> np.ndarray:
-        """`[…, middle]` with the first and the newest blocks around them."""
-        around = (np.broadcast_to(each, (*middles.shape[:-1], len(each)))
-                  for each in (np.arange(first), np.arange(blocks - newest, blocks)))  # fmt: skip
-        before, behind = around
+        """`[lines, middle]` with the first and the newest blocks around them."""
+        around = np.arange(first), np.arange(blocks - newest, blocks)
+        before, behind = (np.tile(each, (len(middles), 1)) for each in around)
         return np.concatenate([before, middles, behind], -1)
 
     def tensor(array: np.ndarray) -> torch.Tensor:

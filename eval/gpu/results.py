@@ -14,9 +14,7 @@ from typing import Any
 class Results:
     """A folder of results, which several processes add to, one after the other; a row is on disk when `add` returns.
 
-    Args:
-        folder: made if it is not there.
-        meta: what every row says of machine and code (`common.environment`).
+    Every row says `meta` of machine and code (`common.environment`).
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:

@@ -45,11 +45,7 @@ def seconds_left() -> float:
 
 
 def here(part: str, cases: Cases, results: Results, seconds: float, *, alone: bool = False) -> None:
-    """Run the cases of a part in this process.
-
-    Args:
-        alone: whether it is the part's own: it ends where a case fails or takes too long.
-    """
+    """Run the cases of a part here; a process of its own (`alone`) ends where a case fails or takes too long."""
     global _deadline
     _deadline = time.monotonic() + seconds
     told = results.cases(part)
@@ -104,8 +100,5 @@ def child(job: str) -> None:
     given = json.loads(job)
     cases = importlib.import_module(given["module"]).cases(Options(**given["options"]))
     faulthandler.enable()
-    results, seconds = (
-        Results(Path(given["folder"]), given["meta"]),
-        given["end"] - time.monotonic(),
-    )  # one clock for all
-    here(given["part"], cases, results, seconds, alone=True)
+    seconds = given["end"] - time.monotonic()  # one clock for all
+    here(given["part"], cases, Results(Path(given["folder"]), given["meta"]), seconds, alone=True)

@@ -11,15 +11,12 @@ import torch
 from common import percentiles
 from gpu.models import free_pinned
 from gpu.options import Options
+from hf_offload.blocks.memory import host_empty
 from hf_offload.graph.graph_capture import Recorder, undisturbed
 
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES = 20
 Call = Callable[[], Any]
-
-
-def nothing() -> None:
-    """What is to be done before a call where nothing is."""
 
 
 def recorded(options: Options, step: Call) -> Call:
@@ -33,37 +30,31 @@ def recorded(options: Options, step: Call) -> Call:
 
 
 class Timer:
-    """Times calls on a device; microseconds everywhere.
+    """Times calls on a device; microseconds everywhere."""
 
-    Args:
-        options: say which device.
-        rounds: calls that are timed.
-    """
-
-    def __init__(self, options: Options, rounds: int = 30) -> None:
-        self.options, self.rounds = options, 3 if options.quick else rounds
+    def __init__(self, options: Options) -> None:
+        self.options, self.rounds = options, 3 if options.quick else 30
         self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
 
     def flush(self) -> None:
         """Fill the caches with something else, by reading it: what was written would go to memory during the call."""
         self._other.sum()
 
-    def device_time(self, call: Call, prepare: Call = nothing) -> dict[str, float]:
+    def device_time(self, call: Call) -> dict[str, float]:
         """Time on the device alone, from event to event, the caches filled with something else before each call.
 
         While the device fills them, the call and its events queue up behind it: no launch is in the time.
         """
         if not self.options.on_gpu:
-            return self.wall_time(call, prepare)
+            return self.wall_time(call)
         call()
-        return percentiles(1000 * spent for spent in self._events(call, lambda: (prepare(), self.flush())))
+        return percentiles(1000 * spent for spent in self._events(call, self.flush))
 
-    def wall_time(self, call: Call, prepare: Call = nothing) -> dict[str, float]:
+    def wall_time(self, call: Call) -> dict[str, float]:
         """Time on the host's clock until the device is through, the caches filled with something else before."""
         call()
         times = []
         for _ in range(self.rounds):
-            prepare()
             self.flush()
             self.options.synchronize()
             start = time.perf_counter()
@@ -88,9 +79,9 @@ class Timer:
             return None
         replay = recorded(self.options, lambda: [call() for _ in range(LAUNCHES)])
         replay()
-        return percentiles(1000 * spent / LAUNCHES for spent in self._events(replay, nothing))["p50"]
+        return percentiles(1000 * spent / LAUNCHES for spent in self._events(replay))["p50"]
 
-    def _events(self, call: Call, prepare: Call) -> list[float]:
+    def _events(self, call: Call, prepare: Call = lambda: None) -> list[float]:
         """Milliseconds of calls between two events."""
         pairs = []
         for _ in range(self.rounds):
@@ -106,7 +97,8 @@ class Timer:
 
 def bandwidths(options: Options) -> dict[str, float]:
     """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
-    "back" the other way, "pin" counts what is pinned, none of which has been pinned before.
+    "back" the other way; "pin" is what torch pins, "pin, huge" the package's memory on huge pages, none of which has
+    been pinned before.
     """
     timer, size = Timer(options), 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
@@ -118,7 +110,13 @@ def bandwidths(options: Options) -> dict[str, float]:
         "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
         "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
     }
-    free_pinned(options)
-    start = time.perf_counter()
-    torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu)
-    return found | {"pin": size / 1e6 / (time.perf_counter() - start)}
+    ways: dict[str, Call] = {
+        "pin": lambda: torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu),
+        "pin, huge": lambda: host_empty((size,), torch.uint8, pin=options.on_gpu),
+    }
+    for way, make in ways.items():
+        free_pinned(options)
+        start = time.perf_counter()
+        make()
+        found[way] = size / 1e6 / (time.perf_counter() - start)
+    return found

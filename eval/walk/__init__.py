@@ -1,1 +1,1 @@
-"""A walk over the model types of Transformers: tiny configs, the comparison of one type, the page of results."""
+"""A walk over the model types of Transformers: tiny configs, the comparison of one type."""
