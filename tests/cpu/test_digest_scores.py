@@ -139,7 +139,7 @@ def test_the_tail_is_read(kind: tuple[torch.dtype, int], block_size: int, softca
         _check(score, logmass if softcap is None else softcap * (logmass.double() / softcap).tanh(), want, "max")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_scores_and_choice_in_one(seed: int) -> None:
     """Several chunks, several threads: the choice is the one that the scores alone lead to."""
     torch.manual_seed(seed)
@@ -161,12 +161,6 @@ def test_refusals() -> None:
         _score(query, digest, table, 1, 5, tail, "sum")
     with pytest.raises(ValueError, match="n_sealed 6"):
         _score(query, digest, table, 1, 6, tail, "max")
-    with pytest.raises(ValueError, match="3 query heads"):
-        _score(torch.zeros(1, 3, 16), digest, table, 2, 5, torch.zeros(1, 3), "max")
-    with pytest.raises(ValueError, match="query heads of 16"):
-        _score(query, random_submeans(1, 3, 16, 32)[0], table, 1, 3, tail, "max")
-    with pytest.raises(ValueError, match="width 20"):
-        vectors(np.zeros((1, 2, 20), np.float32), np.zeros((3, 1, 20), np.float32), np.zeros(3), dtype=torch.float32)
 
 
 def test_what_is_packed_is_unpacked() -> None:
@@ -177,5 +171,3 @@ def test_what_is_packed_is_unpacked() -> None:
     halves = torch.randn(4, 7), torch.rand(4, 7)
     found = unpack_halves(pack_halves(*halves))
     assert all(torch.equal(a, b.bfloat16().float()) for a, b in zip(found, halves, strict=True))
-    with pytest.raises(ValueError, match="multiple of 8"):
-        pack_codes(codes[..., :12])

@@ -131,16 +131,14 @@ def bell() -> Iterator[Doorbell]:
         (1, 0.0, True, 1, 0.0),
         (2, 2e-5, False, 2**31 - 1000, 0.0),  # epochs wrap around
         (3, 2e-5, True, 1, 0.0),
-        (4, 0.0, False, 1, 0.0),
         (1, 1e-5, False, 1, 1e-3),  # slow hand-overs
-        (3, 1e-5, True, 1, 3e-4),
     ],
 )
 def test_thousands_of_epochs(threads: int, spin: float, in_turn: bool, first: int, delay: float) -> None:
     bell, work = Doorbell(threads, spin), Work(1, 7, 2)
     bell.delay = delay
     bell.replace(work.items, epoch=first - 1)
-    epochs, begin = 40 if delay else 3000 if spin else 500, time.monotonic()
+    epochs, begin = 40 if delay else 2000 if spin else 300, time.monotonic()
     assert work.ring(first, epochs, in_turn) == epochs
     assert time.monotonic() - begin >= epochs * delay
     bell.check()
@@ -263,18 +261,3 @@ def test_a_forked_child_gets_threads_of_its_own(bell: Doorbell) -> None:
     finally:
         work.gates[0] = 1  # parent and child have a gate each
     work.serve(1, 1)
-
-
-def test_wrong_arguments_are_named(bell: Doorbell) -> None:
-    for name, value in (("threads", 0), ("spin_seconds", -1.0), ("timeout", 0.0)):
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            Doorbell(**{name: value})  # type: ignore[arg-type]
-    work = Work(1)
-    with pytest.raises(ValueError, match=r"layer 2: done=0x7"):
-        Item(8, 7, 8, work.items[0].launch, "layer 2")
-    with pytest.raises(ValueError, match="at least one item"):
-        bell.replace([])
-    bell.replace(work.items)
-    with pytest.raises(TypeError, match="not a compiled kernel"):
-        bell.replace([Item(8, 8, 8, Launch(print, 1, (), 0), "layer 3")])
-    work.serve(0, 1)  # the others are still there

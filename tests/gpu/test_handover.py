@@ -18,7 +18,7 @@ from .operations import numbers
 
 GARBAGE, LAST = -(10**8), 2**31 - 1
 EPOCHS = (1, 70_000, LAST, -LAST - 1)
-SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64, 300), (5, 1, 2, 256, 128)]
+SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (1, 2, 4, 128, 130), (1, 8, 16, 64, 300), (3, 1, 2, 256, 128)]
 FORMS = ["torch", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -177,38 +177,19 @@ def test_captured_flags_follow_the_epoch() -> None:
         assert (sides[0].item(), late.item()) == (want, missed)
 
 
-ONE = numbers(0)
-SENT = given("cpu", 2, 2, 2, 16, 3)
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"query": SENT[0].half()}, r"query has dtype torch\.float16"),
-        ({"blocks": SENT[1][:1]}, r"blocks has shape \(1, 2, 3\)"),
-        ({"blocks": SENT[1][:, :, :2].contiguous()}, r"blocks has shape \(2, 2, 2\); expected \(2, 2, 3\)"),
+        ({"query": torch.zeros(2, 4, 16).half()}, r"query has dtype torch\.float16"),
         ({"tail": torch.zeros(2, 4)}, r"tail and to\.tail belong together"),
-        ({"flag": ONE}, "flag and epoch belong together"),
-        ({"flag": ONE.long(), "epoch": ONE}, r"flag has dtype torch\.int64"),
-        ({"flag": ONE, "epoch": ONE.expand(2)}, r"epoch has shape \(2,\)"),
-        ({"late": ONE.bool()}, r"late has dtype torch\.bool"),
-        ({"flag": ONE.long(), "late": ONE}, r"flag has dtype torch\.int64"),
-        ({"epoch": ONE.expand(2), "late": ONE}, r"epoch has shape \(2,\)"),
-        ({"spins": -1}, "spins=-1"),
+        ({"flag": numbers(0)}, "flag and epoch belong together"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], told: str) -> None:
-    """Of a hand-over, and of a wait where `late` or `spins` is given."""
-    operation: Any = wait_for_flag
-    arguments: dict[str, Any] = {"flag": ONE, "epoch": ONE, "late": ONE, "spins": 1}
-    if not change.keys() & {"late", "spins"}:
-        operation = hand_over
-        arguments = {"to": inbox("cpu", SENT), "query": SENT[0], "blocks": SENT[1], "counts": SENT[2]}
+    query, blocks, counts = given("cpu", 2, 2, 2, 16, 3)
+    arguments = {"to": inbox("cpu", (query, blocks, counts)), "query": query, "blocks": blocks, "counts": counts}
     with pytest.raises(TypeError if "dtype" in told else ValueError, match=told):
-        operation(**arguments | change)
-
-
-def test_an_inbox_of_other_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"query \(2, 3, 16\) does not fit"):
-        inbox("cpu", (SENT[0][:, :3], *SENT[1:]))
+        hand_over(**arguments | change)
+    with pytest.raises(ValueError, match="spins=-1"):
+        wait_for_flag(numbers(0), numbers(0), numbers(0), spins=-1)
