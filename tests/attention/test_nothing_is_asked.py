@@ -115,10 +115,3 @@ def test_a_step_asks_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -
     asking = Asking(monkeypatch)
     decode(asking, name, {"resident": 96, **knobs})
     assert sorted(asking.asked) == []
-
-
-def test_what_asks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy whose tokens the host brings one by one has to know which."""
-    asking = Asking(monkeypatch)
-    decode(asking, "infinigen", {})
-    assert "token_fetch.py: __init__: cpu" in asking.asked

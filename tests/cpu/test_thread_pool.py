@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 import subprocess
-import sys
 import threading
 import time
 import weakref
