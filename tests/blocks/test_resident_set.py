@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -15,9 +13,7 @@ from hf_offload.blocks.device_mirror import DeviceMirror
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.cpu.thread_pool import Worker
-from hf_offload.gpu import kv_copy
 
-from ._streams import Device
 from .stores import DIM, HEADS, LENGTH, ROWS, SIZE, filled_store
 
 SLOTS, BLOCKS = 6, LENGTH // SIZE
@@ -70,50 +66,6 @@ def test_copies_bring_the_same_bytes_at_once_and_by_a_stage(
     staged(store, pools[1].flatten(0, 2), store.pool.addresses(block, heads), index)()
     for pool in pools:
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
-
-
-def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, *, pinned: bool) -> tuple[ResidentSet, Device]:
-    """A resident set on a device whose streams are that slow (seconds a piece of work)."""
-    device = Device(model, side)
-    device.install(patch)
-    store = filled_store()
-    store.pool._plain.pinned = store.pool._packed.pinned = pinned
-    mirror = DeviceMirror(store.padding, store.device, Worker(2))
-    held = ResidentSet(store, SLOTS, mirror)
-    held.reserve()
-    held.pool.fill_(7.0)
-    mirror.stream = device.make_stream(None)  # type: ignore[assignment]
-    store.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    tables = torch.from_numpy(store.pool.block_ptr), torch.from_numpy(store.table)
-    held.tables = SimpleNamespace(block_ptr=lambda: tables[0], table=lambda: tables[1])  # type: ignore[assignment]
-    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    fetch = kv_copy.fetch
-    patch.setattr(kv_copy, "fetch", lambda *args, **packed: device.current.enqueue(lambda: fetch(*args, **packed)))
-    return held, device
-
-
-SPEEDS = [(0.02, 0.0), (0.0, 0.02), (0.004, 0.004)]
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize(("model", "side"), SPEEDS)
-def test_what_is_on_its_way_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, model: float, side: float, pinned: bool
-) -> None:
-    plain, (held, device) = filled_store(), on_streams(monkeypatch, model, side, pinned=pinned)
-    want, got = [empty_pool(plain)], list[torch.Tensor]()
-    with device:
-        for seed in range(4):
-            moves = make_moves(seed)
-            want.append(moved(plain, want[-1], moves))
-            device.model.enqueue(lambda: got.append(held.pool.clone()))  # reads the slots before they change hands
-            held.fetch(moves, "a recall")
-            held.wait()
-        device.model.enqueue(lambda: got.append(held.pool.clone()))
-    device.synchronize()
-    assert len(got) == len(want)
-    for now, then in zip(got, want, strict=True):
-        assert torch.equal(now, then)
 
 
 @pytest.mark.gpu

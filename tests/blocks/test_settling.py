@@ -82,22 +82,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_an_append_does_not_wait_and_a_reader_does(device: Device) -> None:
-    blocks, (k, v) = make_store(device="cuda"), tokens(LENGTH)
-    cuts = [0, 37, 38, LENGTH]
-    for first, stop in pairwise(cuts):
+    """So does who copies a block that two rows share."""
+    blocks, (k, v), (more, other) = make_store(device="cuda"), tokens(LENGTH), tokens(3)
+    for first, stop in pairwise([0, 37, 38, LENGTH]):
         blocks.append(k[:, :, first:stop], v[:, :, first:stop])
         records = blocks.pool.slabs[0]
         assert int((records != 0).sum()) <= 2 * first * ROWS * HEADS * DIM
         assert_same(host_tokens(blocks, 0, stop), [k[:, :, :stop], v[:, :, :stop]])
-
-
-def test_a_shared_block_is_copied_when_it_is_there(device: Device) -> None:
-    blocks, (k, v), (more, _) = make_store(device="cuda"), tokens(LENGTH), tokens(3)
-    blocks.append(k, v)
-    blocks.select_rows(np.array([1, 1]))
     blocks.append(more, more)
-    want = [torch.cat([x[[1, 1]], more], 2) for x in (k, v)]
-    assert_same(host_tokens(blocks, 0, LENGTH + 3), want)
+    blocks.select_rows(np.array([1, 1]))
+    blocks.append(other, other)
+    want = [torch.cat([torch.cat([x, more], 2)[[1, 1]], other], 2) for x in (k, v)]
+    assert_same(host_tokens(blocks, 0, LENGTH + 6), want)
 
 
 def test_blocks_are_packed_when_they_are_there(device: Device) -> None:
@@ -109,14 +105,6 @@ def test_blocks_are_packed_when_they_are_there(device: Device) -> None:
             blocks.pack_old(blocks.length)
         found.append(host_tokens(blocks, 0, blocks.length))
     assert_same(*found)
-
-
-def test_tokens_of_the_host_need_no_device(device: Device) -> None:
-    blocks, (k, v) = make_store(device="cuda"), tokens(LENGTH)
-    blocks.append(k[:, :, :37], v[:, :, :37])
-    assert not blocks.pool.slabs[0].any()
-    blocks.append(*(x[:, :, 37:].as_subclass(torch.Tensor) for x in (k, v)))
-    assert_same(host_tokens(blocks, 0, LENGTH), (k, v))
 
 
 def test_memory_is_given_back_when_nobody_writes_into_it(device: Device) -> None:

@@ -10,11 +10,9 @@ import pytest
 import torch
 from pools import TINY, UNEVEN, bits, given_masses, make_case, random_submeans, run
 from references import cpu as reference
-from unpacking import unpack_codes, unpack_halves, unpack_levels
 
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.digest_scores import Digest, vectors
-from hf_offload.gpu.seal import pack_codes, pack_halves, pack_levels
 
 JOINS = ("max", "mean", "raw")
 SLOW = pytest.mark.slow  # tiles of heads and digests that no other test compiles
@@ -161,13 +159,3 @@ def test_refusals() -> None:
         _score(query, digest, table, 1, 5, tail, "sum")
     with pytest.raises(ValueError, match="n_sealed 6"):
         _score(query, digest, table, 1, 6, tail, "max")
-
-
-def test_what_is_packed_is_unpacked() -> None:
-    """Where it lies is asked by `test_submeans`, whose kernel reads it."""
-    codes, levels = (torch.randint(*span, (5, 3, 8, 80), dtype=torch.int8) for span in ((-7, 8), (0, 4)))
-    assert torch.equal(unpack_codes(pack_codes(codes), 8, 80), codes)
-    assert torch.equal(unpack_levels(pack_levels(levels)), levels)
-    halves = torch.randn(4, 7), torch.rand(4, 7)
-    found = unpack_halves(pack_halves(*halves))
-    assert all(torch.equal(a, b.bfloat16().float()) for a, b in zip(found, halves, strict=True))

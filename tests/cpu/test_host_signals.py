@@ -1,19 +1,15 @@
-"""The doorbell, which serves work announced by flags: answers, races, errors, exit, forks."""
+"""The doorbell, which serves work announced by flags: answers, races, errors, exit."""
 
 from __future__ import annotations
 
 import gc
-import os
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from forks import in_fork
 
 from hf_offload.cpu.host_signals import Doorbell, Item
 from hf_offload.cpu.launch import Array, Launch, jit_for_python, kernel
@@ -104,11 +100,6 @@ class Work:
     def announce(self, i: int, epoch: int) -> None:
         self.rows[i, READY] = epoch
 
-    def serve(self, i: int, epoch: int) -> None:
-        """Announce an epoch of one item and wait for it."""
-        self.announce(i, epoch)
-        until(lambda: self.rows[i, DONE] == epoch)
-
 
 def until(holds: Callable[[], Any]) -> None:
     """Wait for what other threads do."""
@@ -116,13 +107,6 @@ def until(holds: Callable[[], Any]) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(1e-4)
-
-
-@pytest.fixture
-def bell() -> Iterator[Doorbell]:
-    doorbell = Doorbell(threads=2, spin_seconds=1e-5, timeout=300)
-    yield doorbell
-    doorbell.stop()
 
 
 @pytest.mark.parametrize(
@@ -147,21 +131,6 @@ def test_thousands_of_epochs(threads: int, spin: float, in_turn: bool, first: in
     assert not work.rows[:, STATUS].any()
 
 
-def test_an_item_waits_for_its_announcement_and_for_the_item_before(bell: Doorbell) -> None:
-    work = Work(1, 2, waits={1: 0}, gates=(0,))
-    bell.replace(work.items, epoch=7)
-    assert (work.rows[:, DONE] == 7).all()
-    work.questions[1][:] = 5
-    for act in (lambda: None, lambda: work.announce(0, 8)):
-        act()
-        time.sleep(0.01)
-        assert work.rows[1, DONE] == 7
-        assert not work.answers[1].any()
-    work.gates[0] = 1
-    until(lambda: work.rows[1, DONE] == 8)
-    assert work.answers[1].tolist() == [16, 16, 2]
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_is_marked_answered_and_raised_with_its_label(threads: int) -> None:
     bell, work = Doorbell(threads, 1e-5), Work(3, 2, waits={1: 0})
@@ -182,19 +151,6 @@ def test_an_error_is_marked_answered_and_raised_with_its_label(threads: int) -> 
     bell.stop()
 
 
-def test_items_are_replaced_after_what_was_announced(bell: Doorbell) -> None:
-    slow, epoch = Work(1, gates=(0,)), 1
-    bell.replace(slow.items)
-    slow.announce(0, 1)
-    threading.Timer(0.1, slow.gates.fill, (1,)).start()
-    for _ in range(5):
-        work = Work(1, 7, 2)
-        bell.replace(work.items, epoch)
-        assert slow.rows[0, DONE] == 1
-        assert work.ring(epoch + 1, 20) == 20
-        epoch += 20
-
-
 def test_what_is_not_done_in_time_is_an_error() -> None:
     bell, work = Doorbell(1, timeout=0.05), Work(1, gates=(0,))
     bell.replace(work.items)
@@ -209,8 +165,7 @@ def test_what_is_not_done_in_time_is_an_error() -> None:
 
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="counts the threads that Linux tells")
-@pytest.mark.parametrize("spin", [0.0, 1.0])
-@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize(("spin", "stopped"), [(0.0, True), (1.0, False)])
 def test_threads_that_wait_end_with_the_doorbell(spin: float, stopped: bool) -> None:
     def threads() -> int:
         return len(list(TASKS.iterdir()))
@@ -224,40 +179,3 @@ def test_threads_that_wait_end_with_the_doorbell(spin: float, stopped: bool) -> 
         del bell
         gc.collect()
     until(lambda: threads() <= before)
-
-
-def test_what_is_served_lives_until_it_is_replaced(bell: Doorbell) -> None:
-    work, other = Work(2), Work(1)
-    seen = [weakref.ref(array) for array in (work.rows, work.answers[0])]
-    bell.replace(work.items)
-    for epoch in range(1, 50):
-        work.serve(0, epoch)
-    del work
-    gc.collect()
-    assert all(array() is not None for array in seen)
-    bell.replace(other.items)
-    gc.collect()
-    assert not any(array() is not None for array in seen)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_gets_threads_of_its_own(bell: Doorbell) -> None:
-    work = Work(1, 3, gates=(0,))
-    bell.replace(work.items)
-    work.announce(0, 1)
-    time.sleep(0.01)  # a thread of the parent is inside
-
-    def serve_both() -> None:
-        work.gates[0] = 1
-        bell.check()
-        for epoch in (1, 2, 3):
-            work.serve(0, epoch)
-            work.serve(1, epoch)
-            assert work.answers[1][3] == 3
-        bell.stop()
-
-    try:
-        assert in_fork(serve_both) == 0
-    finally:
-        work.gates[0] = 1  # parent and child have a gate each
-    work.serve(1, 1)

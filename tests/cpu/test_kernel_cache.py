@@ -108,21 +108,6 @@ def test_damaged_files_are_compiled_again_and_a_full_disk_keeps_none(copied: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "factor"), [("twice", "FACTOR"), ("helper.twice", "helper.FACTOR")])
-def test_a_kernel_is_compiled_again_if_what_it_calls_in_another_folder_has_changed(
-    tmp_path: Path, call: str, factor: str
-) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "own" / "scale.py").write_text(KERNEL.format(call=call, factor=factor))
-    path = os.pathsep.join((PACKAGE, str(tmp_path / "lib")))
-    for made, value in ((HELPER.format(1, 2), 2), (HELPER.format(1, 10), 10), (HELPER.format(3, 10), 30)):
-        (tmp_path / "lib" / "helper.py").write_text(made)
-        assert run(tmp_path, "own/scale.py", "int64", PYTHONPATH=path) == f"{value} 0"
-        assert run(tmp_path, "own/scale.py", "int64", PYTHONPATH=path) == f"{value} 1"
-
-
-@pytest.mark.slow
 def test_processes_that_compile_at_once_keep_all_they_compile(tmp_path: Path) -> None:
     (tmp_path / "scale.py").write_text(KERNEL.format(call="twice", factor="FACTOR"))
     (tmp_path / "helper.py").write_text(HELPER.format(1, 2))

@@ -99,23 +99,6 @@ def test_of_256_pairs_thresholds_are_even() -> None:
                 assert int((smallest < 65 / 64 * samples).sum()) <= most_pairs(samples, 1, pairs)
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "begins", "count", "room", "want"),
-    [(0, 40, 200, 3, 64, 3), (0, 40, 40, 3, 64, 3), (30, 30, 0, 3, 64, 3), (0, 64, 0, 10, 40, 74)],
-)
-def test_padding_and_a_list_without_room(first: int, last: int, begins: int, count: int, room: int, want: int) -> None:
-    """Nothing is drawn of padding; memory behind the room is left alone, and what it lacks is reported."""
-    masses, weights = torch.ones(1, 80, dtype=torch.bfloat16), np.zeros(64, np.float32)
-    pairs = np.full(64, -1, np.int32)
-    for _ in range(200):
-        found = draw_head(
-            bits(masses), np.ones((1, 1), np.float32), 0, 1.0, 64, first, last, order_of(80), begins, 0, pairs,
-            weights, count, room,
-        )  # fmt: skip
-        assert found == want
-    assert (pairs[room if want > room else 0 :] == -1).all()
-
-
 def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
     """Sub-means of two rows, and the tensors for `reference.score_submeans` with each pair as a block."""
     digest, (*parts, bias, center, sigma) = random_submeans(2, physical, count, dim, outliers)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +11,7 @@ import torch
 from pools import DTYPES, make_case, run
 
 from hf_offload.cpu.kernels import prefill
-from hf_offload.cpu.kernels.prefill import LEAST, ROWS, TILE, pieces_of, prefill_attention
+from hf_offload.cpu.kernels.prefill import ROWS, TILE, prefill_attention
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-6, torch.bfloat16: 6e-3}
 """Keys and values are those of the dtype; in bfloat16 the weights may be rounded, too."""
@@ -189,21 +185,3 @@ def test_what_does_not_fit_is_refused() -> None:
     for change in wrong:
         with pytest.raises((ValueError, TypeError)):
             prefill_alone(q, k, k, **change)
-
-
-def test_pieces_cover_all_queries_and_are_short() -> None:
-    for length, past in ((1, 0), (5000, 0), (33000, 0), (100, 10**6)):
-        pieces = pieces_of(length, past, 32, 128)
-        assert [first for first, _ in pieces] == list(np.cumsum([0, *(count for _, count in pieces)])[:-1])
-        assert sum(count for _, count in pieces) == length
-        assert all(count <= LEAST or 4 * 32 * 128 * count * (past + length) < 1.5e11 for _, count in pieces)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["avx2", "plain"])
-def test_other_instruction_sets(level: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float64 or torchs"]
-    environment = os.environ | {"HF_OFFLOAD_ISA": level}
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout[-3000:]

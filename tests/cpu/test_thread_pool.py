@@ -1,9 +1,8 @@
-"""Threads beside the model: jobs, helpers that share a job's launches, errors, shortage, forks."""
+"""Threads beside the model: jobs, helpers that share a job's launches, errors, shortage."""
 
 from __future__ import annotations
 
 import _thread
-import ctypes
 import functools
 import gc
 import os
@@ -22,7 +21,7 @@ from hf_offload.cpu import thread_pool, threads
 from hf_offload.cpu.launch import Array, Launch, kernel
 from hf_offload.cpu.memory import count_up
 from hf_offload.cpu.serving import nap
-from hf_offload.cpu.thread_pool import FUTEX, WORTH_BYTES, Helpers, Job, Worker, WorkerError
+from hf_offload.cpu.thread_pool import FUTEX, WORTH_BYTES, Helpers, Worker, WorkerError
 from hf_offload.cpu.threads import start
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -36,18 +35,14 @@ def refused(run: Callable[[], Any], args: tuple[Any, ...]) -> int:
     raise RuntimeError("can't start new thread")
 
 
-def dead(run: Callable[[], Any], args: tuple[Any, ...]) -> int:
-    return 1
-
-
-def late(run: Callable[[], Any], args: tuple[Any, ...]) -> int:
-    LATER.append(run)
-    return 1
-
-
 @pytest.mark.parametrize(
     ("begin", "why"),
-    [(refused, "can't start new thread"), (dead, "it died before it began"), (late, "it did not begin in time")],
+    [
+        (refused, "can't start new thread"),
+        (lambda run, args: 1, "it died before it began"),
+        (lambda run, args: LATER.append(run) or 1, "it did not begin in time"),
+    ],
+    ids=["refused", "dead", "late"],
 )
 def test_a_thread_that_cannot_be_had_is_an_error_in_time(
     monkeypatch: pytest.MonkeyPatch, begin: Callable[..., int], why: str
@@ -78,12 +73,6 @@ def test_jobs_run_in_order_of_submission_and_results_wait() -> None:
     assert not jobs[-1].done()
     jobs[-1].result()
     assert seen == list(range(5))
-
-
-def test_jobs_are_under_way_at_once() -> None:
-    worker, met = Worker(threads=3), threading.Barrier(3)
-    for job in [worker.submit(lambda: met.wait(timeout=300)) for _ in range(3)]:
-        job.result()
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit("no room")])
@@ -118,29 +107,6 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
         assert job.done()
 
     assert in_fork(wait) == 0
-
-
-def test_a_killed_thread_is_noticed_and_replaced() -> None:
-    worker, held, seen = Worker(), threading.Event(), list[int]()
-
-    def busy() -> None:
-        seen.append(threading.get_ident())
-        held.set()
-        while True:
-            time.sleep(0.01)
-
-    stuck, other = worker.submit(busy), worker.submit(lambda: None)
-    held.wait(300)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(seen[0]), ctypes.py_object(SystemExit))
-    with pytest.raises(WorkerError):
-        stuck.result()
-    other.result()  # the thread caught it and goes on
-    worker._queue.put(None)  # now it really ends
-    while worker.alive():
-        time.sleep(0.01)
-    with pytest.raises(WorkerError, match="every worker thread has died"):
-        Job(worker, "CPU attention of layer 0").result()  # never served
-    worker.submit(lambda: None).result()
 
 
 def test_wrong_knobs_are_named() -> None:
@@ -242,14 +208,6 @@ def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(thread_pool, "start", scarce)
     divide_by(Helpers(5, 1), had + 1)
-
-
-@futex
-@forks
-def test_a_forked_child_has_threads_and_helpers_of_its_own() -> None:
-    worker = Worker(3)
-    worker.submit(lambda: worker.divide(marking(12, 500))).result()
-    assert in_fork(lambda: worker.submit(lambda: divide_by(worker, 3)).result(timeout=100)) == 0
 
 
 @futex

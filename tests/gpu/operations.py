@@ -296,68 +296,42 @@ def resident_set(
     return {**given, "scored": numbers(scored), "low": numbers(*low), "high": numbers(*high)}
 
 
-class Line:
-    """One row and KV head of a resident set, changed by loops as the device should change it."""
-
-    def __init__(self, at: dict[str, Any], sealed: int, recent: int, b: int, h: int) -> None:
-        self.worth = at["worth"][b, h, : int(at["scored"])].numpy()
-        self.block_of, self.slot_of = at["block_of"][b, h].numpy().copy(), at["slot_of"][b, h].numpy().copy()
-        self.low, self.high, self.newest = int(at["low"][b]), int(at["high"][b]), sealed - recent
-
-    def may_move(self, blocks: Any) -> Any:
-        """Neither sinks nor among the newest sealed blocks nor unsealed."""
-        return (blocks >= self.high) & (blocks < self.newest)
-
-    def given_up(self) -> Any:
-        """Slots that may change hands in the order in which they are given up: free ones, then by rising worth."""
-        slots = np.flatnonzero((self.block_of < self.low) | self.may_move(self.block_of))  # free, or padding
-        held = self.block_of[slots]
-        scored = (held >= 0) & (held < len(self.worth))
-        worth = np.where(held < 0, -np.inf, np.inf)
-        worth[scored] = self.worth[held[scored]]
-        return slots[np.lexsort((held, worth))]
-
-    def assign(self, slot: int, block: int) -> None:
-        if self.block_of[slot] >= 0:
-            self.slot_of[self.block_of[slot]] = -1
-        self.block_of[slot], self.slot_of[block] = block, slot
-
-    def exchange(self) -> list[tuple[int, int]]:
-        """The moves (slot, block): the best blocks take the slots of the worst."""
-        slots = self.given_up()
-        ranked = np.argsort(-self.worth, kind="stable")
-        ranked = ranked[(self.worth[ranked] > -np.inf) & self.may_move(ranked)][: len(slots)]
-        missing = ranked[self.slot_of[ranked] < 0]
-        victims = slots[~np.isin(self.block_of[slots], ranked)]
-        moves = [(int(slot), int(block)) for slot, block in zip(victims, missing, strict=False)]
-        for move in moves:
-            self.assign(*move)
-        return moves
-
-
-def lines_of(at: dict[str, Any], sealed: int, recent: int) -> dict[tuple[int, ...], Line]:
-    return {(b, h): Line(at, sealed, recent, b, h) for b, h in np.ndindex(at["block_of"].shape[:2])}
-
-
-def as_in(lines: dict[tuple[int, ...], Line], block_of: Tensor, slot_of: Tensor, **given: Any) -> None:
-    for place, line in lines.items():
-        assert block_of[place].tolist() == line.block_of.tolist()
-        assert slot_of[place].tolist() == line.slot_of.tolist()
+def changes(before: dict[str, Any], now: dict[str, Any], sealed: int, recent: int) -> Iterator[tuple[Any, ...]]:
+    """Of each row and KV head the worth of scored blocks, slots, which blocks have gone, come, may go and may come."""
+    for b, h in np.ndindex(before["block_of"].shape[:2]):
+        had, has = (set(x["block_of"][b, h].tolist()) - {-1} for x in (before, now))
+        block_of, slot_of = now["block_of"][b, h], now["slot_of"][b, h]
+        assert (slot_of >= 0).sum() == len(has)
+        assert all(block_of[slot_of[block]] == block for block in has)
+        low, high = int(before["low"][b]), int(before["high"][b])
+        may_come = set(range(high, min(sealed - recent, int(before["scored"]))))
+        may_go = {block for block in had | has if block < low or high <= block < sealed - recent}
+        worth = dict(enumerate(before["worth"][b, h, : int(before["scored"])].tolist()))
+        yield worth, len(block_of), had - has, has - had, has, may_go, may_come
 
 
 def exchange_blocks(at: dict[str, Any], *, sealed: int, recent: int, due: int | None = None, least: int = 0) -> Case:
-    """The exchange of a set, in which so many blocks at least should move; none does unless it is due."""
-    lines = lines_of(at, sealed, recent)
-    moves = {place: line.exchange() if due != 0 else [] for place, line in lines.items()}
-    assert sum(map(len, moves.values())) >= least
+    """The exchange of a set, in which so many blocks at least should move; none does unless it is due.
 
-    def check(result: Any, **given: Any) -> None:
-        slots, blocks = (lists(x, result[2]) for x in result[:2])
-        assert {(b, h): list(zip(slots[b][h], blocks[b][h], strict=True)) for b, h in lines} == moves
-        as_in(lines, **given)
+    Then no block is missing that is worth more than one that could have gone.
+    """
+
+    def meant(moves: Any, **now: Any) -> list[Tensor]:
+        slots, blocks, counts = (part.cpu() for part in moves)
+        assert counts.sum() >= least
+        assert due != 0 or not counts.any()
+        for worth, room, gone, come, has, may_go, may_come in changes(at, now, sealed, recent):
+            assert gone <= may_go
+            assert come <= may_come
+            best = max((worth[block] for block in may_come - has), default=-math.inf)
+            if best > -math.inf and due != 0:
+                assert len(has) == room
+                assert all(worth.get(block, -math.inf) >= best for block in has & may_go)
+        unused = torch.arange(slots.shape[2]) >= counts[..., None]
+        return [now["block_of"], now["slot_of"], counts, slots.masked_fill(unused, 0), blocks.masked_fill(unused, 0)]
 
     given = {**at, "limits": numbers(sealed * 8 + 3, sealed), "recent": recent}
-    return Case(exchange.exchange, given | ({} if due is None else {"due": numbers(due)}), check)
+    return like_torch(exchange.exchange, given | ({} if due is None else {"due": numbers(due)}), meant)
 
 
 def exchange_drawn(seed: int) -> Case:
@@ -374,14 +348,18 @@ def exchange_drawn(seed: int) -> Case:
 
 
 def open_block(at: dict[str, Any], *, sealed: int, recent: int, length: int | None = None, opens: bool = True) -> Case:
-    """The block behind the sealed ones gets the first slot that is given up, if the next token is its first."""
-    lines = lines_of(at, sealed, recent)
-    for line in lines.values():
-        if opens:
-            line.assign(int(line.given_up()[0]), sealed)
+    """The block behind the sealed ones gets a free slot or that of the block worth least, if the next token is its."""
+
+    def meant(result: None, **now: Any) -> list[Tensor]:
+        for worth, room, gone, come, has, may_go, _ in changes(at, now, sealed, recent):
+            assert come == ({sealed} if opens else set())
+            assert gone <= may_go
+            assert len(gone) == (opens and len(has - come) + len(gone) == room)
+            assert all(worth.get(a, math.inf) <= worth.get(b, math.inf) for a in gone for b in has & may_go)
+        return [now["block_of"], now["slot_of"]]
+
     limits = numbers(sealed * 8 if length is None else length, sealed)
-    given = {**at, "limits": limits, "block_size": 8, "recent": recent}
-    return Case(exchange.open_block, given, lambda result, **given: as_in(lines, **given))
+    return like_torch(exchange.open_block, {**at, "limits": limits, "block_size": 8, "recent": recent}, meant)
 
 
 def open_drawn(seed: int) -> Case:

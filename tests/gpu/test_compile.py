@@ -60,23 +60,6 @@ def test_every_kernel_that_is_launched_fits(compiled: dict[str, dict[str, Any]])
         assert case["shared"] <= case["limit"], name
 
 
-@every_target
-def test_attention_reads_ahead_of_its_arithmetic(compiled: dict[str, dict[str, Any]]) -> None:
-    attention = [case for case in compiled.values() if case["kernel"] == "paged_attention_kernel"]
-    assert attention
-    for case in attention:
-        assert case["buffers"] == [case["stages"] - 1] * 2, case["case"]  # for K and for V
-
-
-def test_spilled_registers_are_noticed(tmp_path: Path) -> None:
-    code = (
-        "import compiling; case = dict(compiling.cases())['merge fp32 256 64'];"
-        "*launch, options = compiling.launches(case)[0];"
-        "print(compiling.compile_for(80, *launch, options | {'maxnreg': 24})['spilled'])"
-    )
-    assert int(run_apart(str(tmp_path), "-c", code)) > 0
-
-
 def test_waiting_reads_and_never_writes_the_flag(compiled: dict[str, dict[str, Any]]) -> None:
     waiting = compiled["wait"]["ptx"]
     assert "ld.global.sys.acquire.b32" in waiting
@@ -116,16 +99,3 @@ def test_host_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, 
     sending = compiled["store_tokens bf16 D80 block 16"]["ptx"]
     assert "st.global.v4.b32" in sending
     assert "st.global.b16" not in sending
-
-
-def test_the_merge_reads_the_host_in_one_round_trip(compiled: dict[str, dict[str, Any]]) -> None:
-    """By ordinary loads of 16 bytes: strong ones, which cross the bus lane by lane, are not needed behind the wait."""
-    merging = compiled["merge bf16 128 16"]["ptx"]
-    for strong in ("volatile", ".sys", "bar.sync"):
-        assert strong not in merging
-    assert merging.count("ld.global.v4.b32") >= 4  # the host's output, the mean key, the predicted and the real query
-
-
-def test_a_fetch_has_four_loads_under_way(compiled: dict[str, dict[str, Any]]) -> None:
-    kinds = re.findall(r"(?:ld|st)\.global\.v4", compiled["fetch fp16 D128 block 32"]["ptx"])
-    assert kinds[: kinds.index("st.global.v4")].count("ld.global.v4") >= 4
