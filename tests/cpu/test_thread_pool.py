@@ -66,15 +66,6 @@ def test_a_thread_that_cannot_be_had_is_an_error_in_time(
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_run_in_order_of_submission_and_results_wait() -> None:
-    worker, seen = Worker(), list[int]()
-    worker.delay = 0.01
-    jobs = [worker.submit(lambda i=i: seen.append(i)) for i in range(5)]
-    assert not jobs[-1].done()
-    jobs[-1].result()
-    assert seen == list(range(5))
-
-
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit("no room")])
 def test_an_error_surfaces_with_its_label_and_cause_and_the_thread_goes_on(error: BaseException) -> None:
     def fail() -> None:

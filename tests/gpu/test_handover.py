@@ -9,9 +9,6 @@ import pytest
 import torch
 from pairwise import covering
 
-from hf_offload.cpu.host_signals import Doorbell, Item
-from hf_offload.cpu.launch import Array, Launch, kernel
-from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.handover import Inbox, hand_over, wait_for_flag
 
 from .operations import numbers
@@ -88,50 +85,6 @@ def test_all_of_it_arrives(device: str, with_tail: bool, by_copies: bool, sizes:
             assert flag[:, 0].tolist() == [0, epoch if flagged else before, 0]
 
 
-@kernel
-def sum_kernel(ticket: Array, tasks: int, query: Array, blocks: Array, counts: Array, answer: Array) -> None:
-    """Each task adds up what one row was given."""
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
-        total = 0.0
-        for head in range(counts.shape[1]):
-            for i in range(counts[task, head]):
-                total += blocks[task, head, i]
-        for head in range(query.shape[1]):
-            for d in range(query.shape[2]):
-                total += query[task, head, d]
-        answer[task] = total
-        count_up(ticket, 1)
-
-
-def test_whoever_sees_the_flag_sees_all_of_it(device: str) -> None:
-    sizes = (16, 8, 4, 128, 64) if device == "cuda" else (3, 2, 2, 16, 5)
-    batch, heads, group, dim, width = sizes
-    to = inbox(device, given(device, *sizes))
-    answer = torch.zeros(batch, dtype=torch.float64, pin_memory=device == "cuda")
-    lines = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
-    arrays = (*(part.numpy() for part in (to.query, to.blocks, to.counts)), answer.numpy())
-    bell = Doorbell(threads=2, spin_seconds=1e-4)
-    launch = Launch(sum_kernel, batch, arrays, 0)
-    bell.replace([Item(*(int(line.data_ptr()) for line in lines), launch, "work", (lines,))])
-    for step in range(1, 60):
-        bell.delay = 1e-3 * (step % 6 == 0)
-        query = torch.full((batch, heads * group, dim), float(step), device=device)
-        counts = torch.full((batch, heads), width, dtype=torch.int32, device=device)
-        blocks = torch.full((batch, heads, width), step, dtype=torch.int32, device=device)
-        epoch, late = numbers(step).to(device), numbers(0).to(device)
-        hand_over(to, query, blocks, counts, flag=lines[0, :1], epoch=epoch)
-        wait_for_flag(lines[1, :1], epoch, late, spins=5_000_000)
-        got = answer.to(device, non_blocking=True)
-        settle(device)
-        assert not late.item()
-        assert (got == step * heads * (width + group * dim)).all()
-    bell.check()
-    bell.stop()
-
-
 @pytest.mark.parametrize(
     ("flag", "epoch", "in_time"),
     [(3, 3, True), (4, 3, True), (2, 3, False), (-5, 3, False), (LAST, -LAST - 1, False), (-LAST - 1, LAST, True)],
@@ -139,7 +92,7 @@ def test_whoever_sees_the_flag_sees_all_of_it(device: str) -> None:
 def test_a_wait_ends_at_the_flag_or_at_its_bound(device: str, flag: int, epoch: int, in_time: bool) -> None:
     there, late = flags(device, flag, 0)
     want = numbers(epoch).to(device)
-    wait_for_flag(there, want, late, spins=0 if in_time else 2000)
+    wait_for_flag(there, want, late, spins=0 if in_time else 300)
     settle(device)
     assert late.item() == (0 if in_time else epoch)
     assert there.item() == flag

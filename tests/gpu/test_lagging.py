@@ -89,11 +89,19 @@ def test_a_graph_is_what_was_captured_on_the_memory_of_then() -> None:
     assert pretended.WAITS.total() == before + 2
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_decode_steps_wait_for_nothing_but_the_cpu(graph: bool) -> None:
-    model, ids = tiny_model("llama"), prompt(1, 190)[0]
-    knobs = {"budget": 96, "sinks": 16, "recent": 16, "lookahead": "attend", "synchronous_layers": (0,), "recall": 3}
-    cache = HybridCache(model, "scout", block_size=16, resident=96, cuda_graph=graph, **knobs)
+SCOUT = {"budget": 96, "sinks": 16, "recent": 16, "synchronous_layers": (0,), "recall": 3}
+STEPS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "graph": ("scout", {**SCOUT, "lookahead": "attend", "cuda_graph": True}, set()),  # whose hand-over is flags
+    "attend": ("scout", {**SCOUT, "lookahead": "attend"}, {"event"}),  # a thread of the worker waits for each query
+    "select": ("scout", {**SCOUT, "lookahead": "select"}, {"event"}),
+    "quest": ("quest", {"budget": 96, "sinks": 16}, {"event"}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_decode_steps_wait_for_nothing_but_the_cpu(name: str) -> None:
+    model, ids, (policy, knobs, allowed) = tiny_model("llama"), prompt(1, 190)[0], STEPS[name]
+    cache = HybridCache(model, policy, **{"block_size": 16, "resident": 96, "cuda_graph": False, **knobs})
     with torch.no_grad():
         model(ids[:, :150], past_key_values=cache)
         for step in range(150, 190):
@@ -103,8 +111,7 @@ def test_decode_steps_wait_for_nothing_but_the_cpu(graph: bool) -> None:
     waits = pretended.WAITS - before
     torch.cuda.synchronize()
     assert cache.stats().as_dict()["recall_blocks"] > 0
-    # Without a graph a thread of the worker waits for each query; a graph's hand-over is flags.
-    assert set(waits) <= (set() if graph else {"event"})
+    assert set(waits) <= allowed
 
 
 @pytest.mark.parametrize("every", [1, 5])
