@@ -157,22 +157,6 @@ def test_what_a_closure_holds_counts(modules: Path) -> None:
     assert [make(factors)(1.0) for factors in kept[:2]] == [2.0, 5.0]
 
 
-def test_code_that_python_cannot_call_is_never_loaded_for_python(modules: Path) -> None:
-    (modules / "helper.py").write_text(HELPER.format(1, 2))
-    (modules / "calling.py").write_text(
-        "from helper import twice\nfrom hf_offload.cpu.launch import jit_for_python\n"
-        "@jit_for_python\ndef call(x):\n    return twice(x)\n"
-    )
-    for hits in (0, 1):  # compiled, then loaded
-        helper, calling = (importlib.import_module(name) for name in ("helper", "calling"))
-        assert calling.call(3) == jit_for_python(helper.twice.py_func)(3) == 6
-        assert sum(calling.call.stats.cache_hits.values()) == hits
-        with pytest.raises(TypeError, match="twice serves compiled code; compile it by `jit_for_python` to call it"):
-            helper.twice(3)
-        for name in ("helper", "calling"):
-            del sys.modules[name]
-
-
 def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
     with pytest.warns(RuntimeWarning, match=r"not kept on disk.*NUMBA_CACHE_DIR"):

@@ -202,18 +202,6 @@ def test_threads_that_cannot_be_had_are_done_without(monkeypatch: pytest.MonkeyP
 
 
 @futex
-def test_threads_and_helpers_end_with_the_worker() -> None:
-    worker = Worker(threads=3)
-    worker.submit(functools.partial(worker.divide, marking(12, 500))).result()
-    every = [*worker._pool, *worker._helpers._threads]
-    assert len(every) == 3 + 2
-    del worker
-    for thread in every:
-        thread.join(300)
-        assert not thread.is_alive()
-
-
-@futex
 def test_helpers_that_wait_use_no_core() -> None:
     crew = Helpers(3, 1)
     crew.divide(marking(12, 500))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pools import random_submeans
 from references import cpu as reference
 from torch import Tensor
 from torch.testing import assert_close
@@ -165,12 +166,11 @@ def split_blocks(sizes: tuple[int, int]) -> Case:
     for line in np.ndindex(3, 2):
         chosen[line][: counts[line]] = np.sort(draw.permutation(blocks)[: counts[line]])
 
-    def meant(split: Any, counts: Tensor, **given: Any) -> list[Tensor]:
-        listed = (split.near, split.near_counts), (split.near_slots, split.near_counts), (split.far, split.far_counts)
-        return [torch.tensor(list(itertools.chain(*itertools.chain(*lists(*each))))) for each in listed] + [
-            split.near_counts,
-            split.far_counts,
-        ]
+    def meant(split: Any, **given: Any) -> list[Tensor]:
+        near, far = (torch.arange(capacity) >= n.cpu()[..., None] for n in (split.near_counts, split.far_counts))
+        entries = (split.near, near), (split.near_slots, near), (split.far, far)
+        listed = [some.cpu().masked_fill(unused, 0) for some, unused in entries]
+        return [*listed, split.near_counts, split.far_counts]
 
     given = {"blocks": chosen, "counts": counts, "slot_of": slot_of}
     arguments = {name: torch.from_numpy(x).int() for name, x in given.items()}
@@ -195,18 +195,6 @@ def poison(table: Tensor, sealed: int, *digests: Tensor) -> None:
         digest[unused] = math.nan
 
 
-def masses_like(want: Tensor, blocks: int, rtol: float, atol: float) -> Callable[..., None]:
-    """A check against masses of the sealed blocks; the others are −inf."""
-    whole = torch.full((*want.shape[:2], blocks), -math.inf, dtype=torch.float64)
-    whole[:, :, : want.shape[2]] = want
-
-    def check(result: Tensor, **given: Any) -> None:
-        assert result.dtype == torch.float32
-        close(result, whole, rtol, atol)
-
-    return check
-
-
 def score_vectors(sizes: tuple[int, int, int, int], softcap: float | None) -> Case:
     group, width, blocks, sealed = sizes
     torch.manual_seed(group)
@@ -216,33 +204,24 @@ def score_vectors(sizes: tuple[int, int, int, int], softcap: float | None) -> Ca
     if sealed > 1:  # a block without tokens
         dead = int(table[0, 1])
         bias[dead], vectors[dead] = -math.inf, math.nan
-    want = reference.score_vectors(ready, vectors, bias, table, sealed, softcap)
     given = {"ready": ready, "vectors": vectors, "bias": bias, "table": table, "limits": limits, "softcap": softcap}
-    return Case(digest_scores.score_vectors, given, masses_like(want, blocks, 1e-5, 1e-5 * width**0.5))
+    return like_torch(digest_scores.score_vectors, given, lambda masses, **given: [masses], 1e-5 * width**0.5)
 
 
 def score_submeans(shape: tuple[int, int, int, int, int], softcap: float | None) -> Case:
     pairs, dim, group, blocks, sealed = shape
     torch.manual_seed(pairs + dim)
-    physical = 2 * blocks
-    codes = torch.randint(-7, 8, (physical, 2, pairs, dim), dtype=torch.int8)
-    levels = torch.randint(0, 4, codes.shape, dtype=torch.int8)
-    scales, sizes = ((torch.rand(physical, 2, pairs) * 0.3).bfloat16().float() for _ in range(2))
-    bias = torch.randint(0, 3, (physical, pairs)).float().log()  # some pairs have no token
-    table, limits = tables(2, physical, blocks, sealed)
+    table, limits = tables(2, 2 * blocks, blocks, sealed)
+    packed, _ = random_submeans(2, 2 * blocks, pairs, dim)
+    names = ("codes", "levels", "sizes", "bias", "center", "sigma")
+    digest = {name: torch.from_numpy(getattr(packed, name)) for name in names}
     if sealed:
-        bias[table[1, 0].long()] = -math.inf
+        digest["bias"][table[1, 0].long()] = -math.inf  # some pairs of other blocks have no token, either
+    poison(table, sealed, digest["sizes"].view(torch.bfloat16), digest["bias"])
     query = torch.randn(2, 2 * group, dim) * 2
     query[0, 0] = 0.0
     query[1, -1] *= 1e-6
-    empty = (bias == -math.inf)[:, None].expand(scales.shape)
-    scales[empty], sizes[empty] = math.nan, math.inf
-    poison(table, sealed, scales, sizes, bias)
-    given = {
-        "query": query, "codes": seal.pack_codes(codes), "levels": seal.pack_levels(levels),
-        "sizes": seal.pack_halves(scales, sizes), "bias": bias, "center": torch.randn(2, 2, dim),
-        "sigma": torch.rand(2, 2, dim) + 0.5, "table": table, "limits": limits, "scale": dim**-0.5, "softcap": softcap,
-    }  # fmt: skip
+    given = {"query": query, **digest, "table": table, "limits": limits, "scale": dim**-0.5, "softcap": softcap}
     return like_torch(digest_scores.score_submeans, given, lambda masses, **given: [masses], 3e-5)
 
 
@@ -260,9 +239,11 @@ def join_heads(sizes: tuple[int, int, int], join: str, has_tail: bool) -> Case:
     masses[:, :, sealed:] = math.nan
     if not has_tail:
         tail.fill_(-math.inf)
-    want = reference.join_scores(masses[:, :, :sealed], tail, 3, join=join)
+    want = torch.full((2, 3, blocks), -math.inf, dtype=torch.float64)
+    want[:, :, :sealed] = reference.join_scores(masses[:, :, :sealed], tail, 3, join=join)
     given = {"masses": masses, "tail": tail, "limits": numbers(sealed * 8 + 1, sealed), "kv_heads": 3, "join": join}
-    return Case(digest_scores.join_heads, given, masses_like(want, blocks, 5e-5, 1e-5 if join == "raw" else 1e-30))
+    exact = 1e-5 if join == "raw" else 1e-30
+    return Case(digest_scores.join_heads, given, lambda scores, **given: close(scores, want, 5e-5, exact))
 
 
 # -- the exchange of resident blocks -----------------------------------------------------------------------------------

@@ -215,9 +215,3 @@ def test_runs_are_those_of_the_reference(seed: int) -> None:
     capacity = min(sum(runs[0]) * span, blocks)
     chosen, count = choose_runs(masses, runs[0], span=span, sums=sums, capacity=capacity)
     assert chosen[: int(count)].tolist() == found[0][0]
-
-
-def test_runs_of_nothing() -> None:
-    chosen, count = choose_runs(torch.full((2, 5), -math.inf), [2, 3], span=2, sums=True, capacity=5)
-    assert int(count) == 0
-    assert chosen.shape == (5,)
