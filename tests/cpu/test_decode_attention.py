@@ -7,13 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from pools import HALF, TINY, UNEVEN, Case, attend, for_python, make_case, packed_case
+from pools import HALF, TINY, UNEVEN, Case, attend, make_case, packed_case
 from references import cpu as reference
 
-from hf_offload.cpu.kernels import parts as splitting
 from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, Pairs
-
-most_part_items, part_items = for_python(splitting.most_part_items, splitting.part_items)
 
 
 def draw_lists(shape: tuple[int, int], total: int, room: int, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,16 +151,6 @@ def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
         blocks[..., :149] = torch.arange(149, dtype=torch.int32)
         found.append(attend(query, case.host_blocks, blocks, counts, case.length, scale=0.2, threads=2)[:3])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 170, 600, 2048])
-def test_parts_are_even_and_no_more_than_there_are_tokens_for(count: int) -> None:
-    share = part_items(count, 21, 16, 2)
-    assert share <= most_part_items(2048, 21, 16, 2)
-    used = -(-count // share)
-    assert share % 2 == 0
-    assert used <= min(21, max(-(-count * 16 // 512), 1))
-    assert used * share - count < 2 * max(used, 1)  # the last part is as large as the others, but for a step of each
 
 
 @pytest.mark.parametrize("packed", [False, True])
