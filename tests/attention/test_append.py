@@ -11,7 +11,7 @@ import torch
 from breaking import UNDONE, broken_launch
 from pairwise import covering
 from test_families import build
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache
 
 from hf_offload import HybridCache, WorkerError
@@ -25,13 +25,7 @@ TILES: dict[str, Any] = {"block_size": 16, "prefill_tile": 48, "tier": "split", 
 
 def turns(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor, cuts: list[int]) -> torch.Tensor:
     """Logits of the tokens behind the first cut, taken in from cut to cut."""
-    found = []
-    with torch.no_grad():
-        for first, stop in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
-            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, first:]
-            given: dict[str, Any] = {"attention_mask": mask[:, :stop], "position_ids": positions}
-            found.append(model(ids[:, first:stop], past_key_values=cache, **given).logits)
-    return torch.cat(found[1:], 1)
+    return torch.cat(feed(model, cache, ids, mask, [0, *cuts, ids.shape[1]])[1:], 1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pairwise import covering
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, Policy
@@ -35,9 +35,7 @@ def model() -> PreTrainedModel:
 
 def decode(model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Logits of single tokens `start … stop - 1`."""
-    with torch.no_grad():
-        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(start, stop)]
-    return torch.cat(steps, 1)
+    return torch.cat(feed(model, cache, ids, torch.ones_like(ids), range(start, stop + 1)), 1)
 
 
 def prefill(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
@@ -71,16 +71,10 @@ def cache_on(card: Card, model: PreTrainedModel, policy: Any = "scout", **knobs:
     return made
 
 
-def run(
-    model: PreTrainedModel, cache: HybridCache, length: int, steps: int, rows: int = 1, first: int = 0
-) -> torch.Tensor:
-    """Logits `[B, steps, V]` of steps behind a prompt or append; tokens from `first` on are new."""
-    ids, _ = prompt(rows, length + steps)
-    with torch.no_grad():
-        model(ids[:, first:length], past_key_values=cache)
-        return torch.cat(
-            [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(length, length + steps)], 1
-        )
+def run(model: PreTrainedModel, cache: HybridCache, length: int, steps: int, first: int = 0) -> torch.Tensor:
+    """Logits `[1, steps, V]` of steps behind a prompt or append; tokens from `first` on are new."""
+    ids, mask = prompt(1, length + steps)
+    return torch.cat(feed(model, cache, ids, mask, [first, *range(length, length + steps + 1)])[1:], 1)
 
 
 def full(model: PreTrainedModel, length: int, steps: int) -> torch.Tensor:

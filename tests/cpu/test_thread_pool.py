@@ -78,14 +78,6 @@ def test_an_error_surfaces_with_its_label_and_cause_and_the_thread_goes_on(error
     worker.submit(lambda: None).result()
 
 
-def test_a_job_that_is_not_done_in_time_is_an_error() -> None:
-    release = threading.Event()
-    job = Worker(timeout=0.1).submit(release.wait, "recall of layer 1")
-    with pytest.raises(WorkerError, match=r"recall of layer 1: not done in time"):
-        job.result()
-    release.set()
-
-
 @forks
 def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
     """A machine may sleep, a debugger or a scheduler may stop all of the process."""

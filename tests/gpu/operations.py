@@ -412,12 +412,8 @@ def fetch(dtype: torch.dtype, shape: Shape, packed: bool) -> Case:
         slots[b, h, :count], chosen[b, h, :count] = torch.randperm(there)[:count], torch.randperm(blocks)[:count]
         want[b, h, slots[b, h, :count]] = records.holds[table[b, chosen[b, h, :count]], h].to(dtype)
     given = {"slots": slots, "blocks": chosen, "counts": counts, "block_ptr": records.block_ptr, "table": table}
-    return Case(
-        kv_copy.fetch,
-        {"pool": pool, **given, "packed": records.layout},
-        lambda result, pool, **given: close(pool, want, 0, 0),
-        records,
-    )
+    given = {"pool": pool, **given, "packed": records.layout}
+    return Case(kv_copy.fetch, given, lambda result, pool, **given: close(pool, want, 0, 0), records)
 
 
 def write_token(dtype: torch.dtype, shape: Shape, place: int) -> Case:
@@ -435,13 +431,8 @@ def write_token(dtype: torch.dtype, shape: Shape, place: int) -> Case:
         slot_of[-1, -1, block] = -1  # not resident
         for b, h in list(np.ndindex(batch, heads))[:-1]:
             want[b, h, slot_of[b, h, block], :, offset] = both[b, 0, :, h]
-    given = {
-        "pool": pool,
-        "slot_of": slot_of,
-        "k": both[:, 0, 0],
-        "v": both[:, 0, 1],
-        "limits": numbers(position + 1, 0),
-    }
+    limits = numbers(position + 1, 0)
+    given = {"pool": pool, "slot_of": slot_of, "k": both[:, 0, 0], "v": both[:, 0, 1], "limits": limits}
     return Case(kv_copy.write_token, given, lambda result, pool, **given: same_bits(pool, want))
 
 

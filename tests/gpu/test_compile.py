@@ -89,13 +89,3 @@ def test_every_program_arrives_before_the_flag(compiled: dict[str, dict[str, Any
     assert sum("st.global" in line for line in announced[arrival:flag]) == 1  # the count's return to 0
     assert any("st.global.v4" in line for line in announced[:arrival])
     assert not any("atom" in line for line in plain)
-
-
-def test_host_memory_is_read_and_written_16_bytes_at_a_time(compiled: dict[str, dict[str, Any]]) -> None:
-    fetching = compiled["fetch bf16 D80 block 16 int8"]["ptx"]
-    assert "ld.global.v4.b32" in fetching
-    assert "ld.global.b8" not in fetching
-    assert "st.global.v4.b32" in compiled["store_block bf16 D80 block 16"]["ptx"]
-    sending = compiled["store_tokens bf16 D80 block 16"]["ptx"]
-    assert "st.global.v4.b32" in sending
-    assert "st.global.b16" not in sending

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -83,18 +82,6 @@ def test_by_default_all_is_resident_and_captured(policy: str, rows: int) -> None
     assert told["placements"] == (4 if policy == "full" else 8)  # 13 slots, then 18
     assert cache.graph is not None
     assert cache.graph._capture is not None
-
-
-def test_threads_may_capture_at_once() -> None:
-    model = model_of("llama").cuda()
-
-    def decode(number: int) -> torch.Tensor:
-        cache = HybridCache(model, "scout", cuda_graph=True, threads=2, **MEMORY, **AHEAD)
-        return run(model, cache, (150, 70)).argmax(-1)
-
-    want = decode(0)
-    with ThreadPoolExecutor(3) as threads:
-        assert all(torch.equal(got, want) for got in threads.map(decode, range(6)))
 
 
 def test_no_other_stream_is_one_of_captures() -> None:
