@@ -150,12 +150,3 @@ def test_scores_and_choice_in_one(seed: int) -> None:
     _check(score, logmass, tail, "max")
     want = reference.select_blocks(score, blocks, blocks + 1, low, high, 4, k)
     assert [[chosen[b, h, : counts[b, h]].tolist() for h in range(2)] for b in range(2)] == want
-
-
-def test_refusals() -> None:
-    query, tail = torch.zeros(1, 2, 16), torch.zeros(1, 2)
-    digest, table = given_masses(torch.zeros(1, 2, 5), 1)
-    with pytest.raises(ValueError, match="'sum'"):
-        _score(query, digest, table, 1, 5, tail, "sum")
-    with pytest.raises(ValueError, match="n_sealed 6"):
-        _score(query, digest, table, 1, 6, tail, "max")

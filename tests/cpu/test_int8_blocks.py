@@ -52,9 +52,3 @@ def test_elements_that_are_not_finite_and_zeros_pack_as_zero() -> None:
     assert (out[0, 3].abs() <= content[0].nan_to_num().abs().amax(0) / 127).all()  # zero, rounded
     assert (out[0, :, 7] == 0).all()
     assert out[1, 5, 2] == 0
-
-
-def test_wrong_arguments_are_named() -> None:
-    one, zero = np.zeros(1, np.int64), np.zeros(1, np.int32)
-    with pytest.raises(ValueError, match="block of 8"):
-        unpack_records(one, zero + 4, zero + 5, one, one, kv_dtype=torch.float32, dim=16, block_size=8)

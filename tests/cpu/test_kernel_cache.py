@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from numba.core.caching import CompileResultCacheImpl
 
@@ -143,18 +142,6 @@ def test_the_sources_of_a_function_are_all_that_it_may_use(modules: Path) -> Non
         importlib.reload(sys.modules[name])
         assert _sources_of(function) != sources
         sources = _sources_of(function)
-
-
-def test_what_a_closure_holds_counts(modules: Path) -> None:
-    (modules / "making.py").write_text(
-        "from hf_offload.cpu.launch import jit_for_python\n"
-        "def make(factors):\n    @jit_for_python\n    def made(x):\n        return x * factors[0]\n    return made\n"
-    )
-    make = importlib.import_module("making").make
-    kept = [np.array([2.0]), np.array([5.0]), (2.0, np.array([3.0])), (2.0, 3), (None, b"3")]
-    found = [_sources_of(make(factors).py_func) for factors in (*kept, kept[0].copy())]
-    assert len(set(found)) == len(kept)
-    assert [make(factors)(1.0) for factors in kept[:2]] == [2.0, 5.0]
 
 
 def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:

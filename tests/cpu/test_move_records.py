@@ -32,12 +32,3 @@ def test_write_then_gather(dtype: torch.dtype, start: int, tokens: int) -> None:
     run(gather_tokens(bits(k_out), bits(v_out), block_ptr, table.numpy(), start, size), threads=2)
     assert torch.equal(k_out, k)
     assert torch.equal(v_out, v)
-
-
-def test_pool_refuses() -> None:
-    k = np.zeros((1, 1, 4, 16), np.float32)
-    block_ptr, table = np.zeros(2, np.int64), np.zeros((1, 2), np.int32)
-    with pytest.raises(ValueError, match="map more blocks"):
-        write_tokens(k, k, block_ptr, table, 13, 8)
-    with pytest.raises(ValueError, match="contiguous last"):
-        write_tokens(k[..., ::2], k[..., ::2], block_ptr, table, 0, 8)

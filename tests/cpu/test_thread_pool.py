@@ -92,15 +92,6 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
     assert in_fork(wait) == 0
 
 
-def test_wrong_knobs_are_named() -> None:
-    for name, value in (("threads", 0), ("timeout", -1.0)):
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            Worker(**{name: value})  # type: ignore[arg-type]
-
-
-# --- helpers, which run no Python -------------------------------------------------------------------------------------
-
-
 @kernel
 def _mark(ticket: Array, tasks: int, pause: int, broken: int, done: Array, met: Array) -> None:
     """Count each task; a task takes `pause` microseconds, one of them fails; `met` holds how many threads took part."""

@@ -61,13 +61,11 @@ SELECTED: list[tuple[Any, ...]] = [  # score, sealed, length, low, high, recent,
     (torch.full((2, 1, 7), math.nan), 0, 0, [0, 0], [1, 1], 3, 4),
     (torch.full((1, 2, 7), math.nan), 0, 13, [0], [1], 3, 4),  # a prompt shorter than a block
     (close_scores, 16383, 16384 * 8 - 3, [0], [2], 4, 512),  # neighbouring floats, hundreds of each
+    (torch.zeros(1, 1, 10), 10, 80, [0], [6], 0, 3, 0, 4),  # two more than the capacity
     (close_scores[:, :, :4099] * 3, 4099, 4099 * 8, [0], [2], 4, 4000),
 ]
 ODD_WORTH: list[dict[str, Any]] = [{"worth": x} for x in (0.0, -0.0, math.inf, -math.inf, 1e-45)]
 ODD_WORTH += [{"scored": 0}, {"scored": 0, "sealed": 0}, {"sealed": 3}]
-
-
-SELECTED.append((torch.zeros(1, 1, 10), 10, 80, [0], [6], 0, 3, 0, 4))  # two more than the capacity
 
 
 def select_odd(row: int) -> Case:
