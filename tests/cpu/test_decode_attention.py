@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from pools import HALF, TINY, UNEVEN, Case, attend, make_case, packed_case
 from references import cpu as reference
 
+from hf_offload.cpu.kernels import parts
+from hf_offload.cpu.kernels.block import STEP_TOKENS
 from hf_offload.cpu.kernels.decode_attention import ERROR_BINS, ERROR_STEPS, LEAST_ERROR, Pairs
 
 
@@ -145,12 +148,24 @@ def test_many_rows_are_shared_by_threads() -> None:
 def test_few_blocks_in_wide_room_are_shared_and_keep_every_bit() -> None:
     torch.manual_seed(6)
     case = make_case(1, 2, 32, 16, 2400, torch.float32, (0,), scattered=0.0)
-    query, counts, found = torch.randn(1, 4, 32), torch.tensor([[149, 70]], dtype=torch.int32), []
+    query, counts, found = torch.randn(1, 4, 32), torch.tensor([[141, 73]], dtype=torch.int32), []
     for capacity in (150, 1500):
         blocks = torch.full((1, 2, capacity), 2**30, dtype=torch.int32)
         blocks[..., :149] = torch.arange(149, dtype=torch.int32)
         found.append(attend(query, case.host_blocks, blocks, counts, case.length, scale=0.2, threads=2)[:3])
     assert all(map(torch.equal, *found))
+    asked = query, case.clean, case.table, blocks, counts, case.valid, case.length
+    for got, right in zip(found[0], reference.attend_blocks(*asked, scale=0.2, softcap=None), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=0, atol=1e-5)
+
+
+def test_parts_cover_a_list_and_have_room() -> None:
+    for size, many in itertools.product((8, 16, 128), (1, 2, 21)):
+        step = max(1, STEP_TOKENS // size)
+        for capacity in (*range(1, 70), 200, 600):
+            shares = [parts.part_items.py_func(count, many, size, step) for count in range(capacity + 1)]
+            assert all(share * many >= count for count, share in enumerate(shares))
+            assert max(shares) <= parts.most_part_items.py_func(capacity, many, size, step)
 
 
 @pytest.mark.parametrize("packed", [False, True])
