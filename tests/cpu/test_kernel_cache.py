@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,32 +116,26 @@ def test_processes_that_compile_at_once_keep_all_they_compile(tmp_path: Path) ->
     assert all(run(tmp_path, "scale.py", kind, PYTHONPATH=PACKAGE).endswith(" 1") for kind in kinds)
 
 
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of modules; those that a test imports are forgotten again."""
+def test_the_sources_of_a_function_are_all_that_it_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for file in tmp_path.glob("*.py"):
-        sys.modules.pop(file.stem, None)
-
-
-def test_the_sources_of_a_function_are_all_that_it_may_use(modules: Path) -> None:
-    (modules / "helper.py").write_text(HELPER.format(1, 2))
-    (modules / "table.py").write_text("import numpy\nTABLE = numpy.arange(3)\n")
-    (modules / "between.py").write_text(
+    (tmp_path / "helper.py").write_text(HELPER.format(1, 2))
+    (tmp_path / "table.py").write_text("import numpy\nTABLE = numpy.arange(3)\n")
+    (tmp_path / "between.py").write_text(
         "import numpy, helper\nfrom table import TABLE\nfrom hf_offload.cpu.launch import jit\n@jit\n"
         "def between(x):\n    return helper.twice(numpy.exp(x)) + TABLE[0]\n"
     )
-    (modules / "scale.py").write_text(KERNEL.format(call="between", factor="FACTOR") + "from between import between\n")
+    (tmp_path / "scale.py").write_text(KERNEL.format(call="between", factor="FACTOR") + "from between import between\n")
     function = importlib.import_module("scale").scale.py_func
     sources = _sources_of(function)
     for name in ("helper", "table", "between", "scale"):
-        change(modules / f"{name}.py")
+        change(tmp_path / f"{name}.py")
         if name != "table":  # which has no compiled function: of its reading nobody is told
             assert _sources_of(function) == sources  # what is compiled now is of the file as it was
         importlib.reload(sys.modules[name])
         assert _sources_of(function) != sources
         sources = _sources_of(function)
+    for name in ("helper", "table", "between", "scale"):
+        del sys.modules[name]
 
 
 def test_without_a_folder_kernels_are_compiled_by_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
