@@ -101,9 +101,6 @@ def test_what_is_left_half_way_hinders_nobody() -> None:
             assert (got[:, :, 100:] == 3).all()
 
 
-# --- the CUDA way, on stand-ins for streams --------------------------------------------------------------------------
-
-
 def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, packs: bool) -> tuple[BlockStore, Device]:
     """A store on a device whose streams are that slow (seconds a piece of work)."""
     store, device = filled_store(Worker(2), packs=packs), Device(model, side)

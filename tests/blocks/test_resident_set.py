@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload.blocks import copying, host_pool
+from hf_offload.blocks import copying, host_pool, resident_set
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.copying import Moves, copies, staged
 from hf_offload.blocks.device_mirror import DeviceMirror
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.resident_set import ResidentSet
-from hf_offload.cpu.thread_pool import Worker
+from hf_offload.cpu.thread_pool import Worker, WorkerError
 
 from .stores import DIM, HEADS, LENGTH, ROWS, SIZE, filled_store
 
@@ -66,6 +66,19 @@ def test_copies_bring_the_same_bytes_at_once_and_by_a_stage(
     staged(store, pools[1].flatten(0, 2), store.pool.addresses(block, heads), index)()
     for pool in pools:
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_what_a_failed_copy_carried_is_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, one = filled_store(), torch.ones(ROWS, HEADS, dtype=torch.int32)
+    held = ResidentSet(store, SLOTS, DeviceMirror(store.padding, store.device, Worker()))
+    held.reserve()
+    held.block_of[:, :, 2], held.slot_of[:, :, 5] = 5, 2
+    monkeypatch.setattr(resident_set, "copies", lambda *given: lambda: 1 / 0)
+    held.fetch(Moves(2 * one[..., None], 5 * one[..., None], one), "a recall")
+    with pytest.raises(WorkerError, match="a recall failed: ZeroDivisionError"):
+        held.wait()
+    assert (held.block_of == -1).all()
+    assert (held.slot_of == -1).all()
 
 
 @pytest.mark.gpu

@@ -63,9 +63,6 @@ def test_a_thread_that_cannot_be_had_is_an_error_in_time(
     worker.submit(lambda: None).result()
 
 
-# --- jobs -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit("no room")])
 def test_an_error_surfaces_with_its_label_and_cause_and_the_thread_goes_on(error: BaseException) -> None:
     def fail() -> None:

@@ -27,6 +27,7 @@ from hf_offload.gpu.backend import ON_TRITON
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.paged_attention import count_splits, paged_attention
 from hf_offload.policies.hgca.kernels.resident_weights import update_weights
+from hf_offload.scores import Scores
 
 FAR = 10**8
 
@@ -558,10 +559,23 @@ def move_averages(dtype: torch.dtype, shape: tuple[int, ...], padded: bool, soft
     of = {**listing(dtype, *shape, padded), "scale": 0.3, "softcap": softcap}
     with in_torch():
         lse = paged_attention(**of)[1][:, :, 0]
+    group, size, length = shape[1], shape[3], int(of["limits"][0])
     before = torch.rand(*lse.shape, *of["pool"].shape[2:5:2]) ** 8  # some below and some above the weights
-    more = {"share": 0.5, "after": 9} if peak else {}
-    given = {"average": before, **of, "lse": lse, "alpha": 0.25, **more}
-    return like_torch(update_weights, given, lambda result, average, **given: [average], 1e-5)
+    want = before.double()
+    for b, hq in np.ndindex(lse.shape):
+        h = hq // group
+        for i in range(int(of["counts"][b, h])):
+            slot, block = int(of["slots"][b, h, i]), int(of["blocks"][b, h, i])
+            at, old = block * size + torch.arange(size), want[b, hq, slot]
+            scores = Scores(0.3, softcap).of(of["pool"][b, h, slot, 0].double() @ of["query"][b, hq].double())
+            weight, age = (scores - lse[b, hq]).exp(), (length - at).clamp(min=1)
+            moved = old + (1 / age).clamp(min=0.25) * (weight - old)
+            if peak:
+                moved = torch.maximum(0.75 * old, 0.5 * weight * (age > 9))
+            there = (at < length) & (of["valid"][b, at] != 0 if padded else True)
+            want[b, hq, slot] = torch.where(there, moved, 0.0)
+    given = {"average": before, **of, "lse": lse, "alpha": 0.25} | ({"share": 0.5, "after": 9} if peak else {})
+    return Case(update_weights, given, lambda result, average, **given: close(average, want, 1e-5, 1e-5))
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------
