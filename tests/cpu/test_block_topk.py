@@ -54,11 +54,6 @@ def test_values_that_are_odd(value: float) -> None:
         check_selection(torch.tensor([[[1.0, value, -1.0, value, 0.0, value, 2.0]]]), 7, 7, [0], [0], 0, k)
 
 
-def test_ties_and_signed_zero() -> None:
-    check_selection(torch.tensor([[[0.0, -0.0, 0.0, -0.0, -1.0]]]), 5, 5, [0], [0], 0, 2)
-    check_selection(torch.full((1, 1, 40), 0.25), 40, 41, [0], [1], 1, 17)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     score, sinks = np.zeros((1, 1, 10), np.float32), np.zeros(1, np.int32)
     for sealed, room, why in ((10, 3, "holds 3"), (11, 11, "n_sealed 11")):
