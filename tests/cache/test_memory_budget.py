@@ -95,13 +95,3 @@ def test_too_little_names_the_least_and_that_is_enough(llama: PreTrainedModel) -
     want = decode_logits(stock, DynamicCache(config=stock.config), ids, mask, None)
     assert_equal(decode_logits(llama, cache, ids, mask, None), want)
     assert cache.layers[0].resident.slots == 4
-
-
-def test_another_batch_is_measured_anew(llama: PreTrainedModel) -> None:
-    cache = HybridCache(llama, "full", device_budget="256KiB", **SPLIT)
-    slots = []
-    for rows in (1, 4):
-        take_in(llama, cache, rows, 60)
-        slots.append(cache.layers[0].resident.slots)
-        cache.reset()
-    assert slots == [16, 4]

@@ -150,6 +150,15 @@ def test_others_on_the_card(llama: PreTrainedModel, card: Callable[[float], Card
     assert slots(made) == {15 + 15 // 4}
 
 
+def test_a_choice_begins_where_attending_takes_longer(
+    llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_offload.policies.base.DENSE_BYTES", 208 * SLOT // 4 // BLOCK)
+    made = cache_on(card(100), llama, lookahead="off")
+    run(llama, made, 200, 20)
+    assert dense(made) == 8 / 20
+
+
 def test_growing_past_the_slots(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
     want = full(llama, 150, 70)
     made = cache_on(card(100), llama)
