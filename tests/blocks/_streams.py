@@ -71,7 +71,7 @@ class Stream:
 
 
 class Device(TorchDispatchMode):
-    """Where copies asked for with `non_blocking`, and rows put in their places, are done by the current stream, later.
+    """Where copies asked for with `non_blocking` are done by the current stream, later.
 
     Args:
         model, side: how slow the model's stream is, and those that are made.
@@ -90,9 +90,6 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and len(args) == 3 and args[2]:
             self.current.enqueue(lambda: func(args[0], args[1]))
-            return args[0]
-        if func is torch.ops.aten.index_copy_.default:
-            self.current.enqueue(lambda: func(*args))
             return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -42,9 +42,7 @@ def expected(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "steps", [[], [7], [SIZE * 9, SIZE * 9 + 1], [130, 131, 132, 300], list(range(1, LENGTH))], ids=len
-)
+@pytest.mark.parametrize("steps", [[], [SIZE * 9, SIZE * 9 + 1], [130, 131, 132, 300], list(range(1, LENGTH))], ids=len)
 def test_every_way_in_keeps_the_same(steps: list[int], dtype: torch.dtype) -> None:
     store, (k, v) = packing(dtype), tokens(dtype=dtype)
     fill(store, k, v, steps)
@@ -108,34 +106,6 @@ def test_rows_that_share_blocks_part_where_they_differ() -> None:
         assert (got[row].float() - whole.float()).abs().max() < 0.03
         tail = got[row, :, -KEEP_TOKENS:]
         assert torch.equal(tail, more[row, :, -KEEP_TOKENS:])
-
-
-class Broken(Exception):
-    """Stands for whatever may go wrong."""
-
-
-def broken(*args: object, **kwargs: object) -> None:
-    raise Broken
-
-
-@pytest.mark.parametrize("name", ["host_format.pack_records", "block_store.movers.write_tokens"])
-def test_what_fails_changes_nothing_and_leaks_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    store, (k, v) = packing(), tokens(600)
-    fill(store, k[:, :, :139], v[:, :, :139], [])
-    before, used = store.gather(0, 139), store.host_bytes
-    with monkeypatch.context() as patch:
-        patch.setattr(f"hf_offload.blocks.{name}", broken)
-        with pytest.raises(Broken):
-            fill(store, k[:, :, 139:], v[:, :, 139:], [1, 2, 3, 4, 5, 6])
-    store.crop(139)
-    for got, want in zip(store.gather(0, 139), before, strict=True):
-        assert torch.equal(got, want)
-    assert store.host_bytes == used
-    fill(store, k[:, :, 139:], v[:, :, 139:], [])
-    for got, want in zip(store.gather(0, 600), (k, v), strict=True):
-        assert (got.float() - want.float()).abs().max() < 0.05
-    store.crop(0)
-    assert store.host_bytes == 0
 
 
 def test_the_largest_numbers_stay_finite() -> None:

@@ -1,4 +1,4 @@
-"""Digests: the CPU kernels against the torch forms, and the estimates against a block's log mass."""
+"""Digests: the CPU kernels against the torch forms, the bound of Quest, outliers."""
 
 from __future__ import annotations
 
@@ -58,22 +58,6 @@ def test_launch_equals_torch(name: str, block: int, softcap: float | None) -> No
     assert torch.allclose(got, want, atol=0.03 if name == "submean" else 1e-4, rtol=1e-4)
 
 
-def exact_mass(k: torch.Tensor, valid: torch.Tensor, query: torch.Tensor, *scores: Any) -> torch.Tensor:
-    grouped = query.view(1, HEADS, GROUP, DIM)
-    found = Scores(*scores).of(torch.einsum("bhgd,nhtd->bhgnt", grouped, k))
-    return found.masked_fill(~valid, float("-inf")).logsumexp(-1).flatten(1, 2)
-
-
-@pytest.mark.parametrize("softcap", [None, 1.0])
-def test_submeans_estimate_the_log_mass(softcap: float | None) -> None:
-    store, k, valid, query, table = sealed("submean", 32)
-    want = exact_mass(k, valid, query, DIM**-0.5, softcap)
-    got = log_masses(store, query, table, DIM**-0.5, softcap)
-    seen = ~want.isneginf()
-    correlation = torch.corrcoef(torch.stack([got[seen], want[seen]]))[0, 1]
-    assert correlation > 0.9
-
-
 def test_quest_bounds_every_token() -> None:
     store, k, valid, query, table = sealed("quest", 32)
     bound = log_masses(store, query, table, 1.0)
@@ -82,15 +66,7 @@ def test_quest_bounds_every_token() -> None:
     assert (bound >= scores.amax(-1).flatten(1, 2) - 1e-3).all()
 
 
-def test_growing_keeps_what_is_there() -> None:
-    store, *_ = sealed("submean", 32)
-    before, fork = store.blocks.tensors["codes"].clone(), store.fork()
-    fork.reserve(100)
-    assert torch.equal(store.blocks.tensors["codes"][: len(before)], before)
-    assert store.nbytes == sum(tensor.nbytes for tensor in store.blocks.tensors.values())
-
-
-@pytest.mark.parametrize("tile", [16, 512, 4096])
+@pytest.mark.parametrize("tile", [16, 512])
 def test_a_key_unlike_the_others_is_an_outlier(tile: int) -> None:
     """One row is padded; statistics do not depend on the tiles that they are made from, nor on other rows."""
     block, blocks = 32, 60

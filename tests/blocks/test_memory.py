@@ -7,7 +7,6 @@ import gc
 import mmap
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,13 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from hf_offload.blocks import memory
-from hf_offload.blocks.memory import host_empty, memory_for, size_text, trim_heap
+from hf_offload.blocks.memory import host_empty, memory_for, trim_heap
 
 FAR_TOO_MUCH = 1 << 60
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.uint8])
-def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
+def test_large_tensors_are_aligned_and_writable() -> None:
+    dtype = torch.bfloat16
     tensor = host_empty((3, 1 << 20, 2), dtype)
     assert tensor.shape == (3, 1 << 20, 2)
     assert tensor.data_ptr() % (2 << 20) == 0
@@ -34,19 +33,6 @@ def test_large_tensors_are_aligned_and_writable(dtype: torch.dtype) -> None:
     assert (part == 7).all()
     assert host_empty((0, 4), dtype).shape == (0, 4)
     assert host_empty((3, 4), dtype).stride() == (4, 1)
-
-
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[always]" in HUGE_PAGES.read_text(), reason="huge pages are not had on request alone"
-)
-def test_what_follows_the_last_whole_huge_page_is_on_ordinary_ones() -> None:
-    before = psutil.Process().memory_info().rss
-    tensors = [host_empty((17 << 17,), torch.uint8).fill_(1) for _ in range(32)]  # 2.125 MiB each
-    taken = psutil.Process().memory_info().rss - before
-    assert taken < 1.3 * sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.skipif(memory._malloc_trim is None, reason="no malloc_trim in this C library")
@@ -84,42 +70,27 @@ def test_callers_who_know_torch_s_own_errors_know_these() -> None:
     with pytest.raises(MemoryError, match="left for the inner") as caught, outer, inner:
         raise MemoryError
     assert "outer" not in str(caught.value)
+    with pytest.raises(OSError, match=r"^\[Errno 1\] no$"), memory_for("blocks", "less"):
+        raise OSError(errno.EPERM, "no")
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EPERM, "no"), RuntimeError("shapes differ"), ValueError("x"), KeyError()]
-)
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, memory_for("blocks", "less"):
-        raise error
-    assert caught.value is error
-
-
-def test_sizes_for_people() -> None:
-    told = [size_text(nbytes) for nbytes in (0, 1023, 1024, 3 << 29, 5 << 50)]
-    assert told == ["0 bytes", "1023 bytes", "1.0 KiB", "1.5 GiB", "5120.0 TiB"]
-
-
-@pytest.mark.parametrize("size", [1000, 5 << 20])
-def test_without_pinned_memory_it_goes_on_and_says_so_once(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_without_pinned_memory_it_goes_on_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     make = torch.empty
 
     def none_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         if pin_memory:
-            raise RuntimeError(
-                "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` for device-side assertions."
-            )
+            raise RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`.")
         return make(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", none_pinned)
     memory._tell_pageable.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"pinned host memory cannot be had \(CUDA error: out of memory\)") as told:
-        tensors = [host_empty((size,), torch.uint8, pin=True) for _ in range(3)]
+        tensors = [host_empty((size,), torch.uint8, pin=True) for size in (1000, 5 << 20)]
     assert len(told) == 1
     assert "pageable memory: the results are the same, but copies" in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tensors.append(host_empty((size,), torch.uint8, pin=True))
+        tensors.append(host_empty((1000,), torch.uint8, pin=True))
     for i, tensor in enumerate(tensors):
         assert (tensor.fill_(i) == i).all()
 
@@ -130,15 +101,14 @@ def test_pinned_memory_is_pinned() -> None:
 
 
 class Runtime:
-    """Stands for `torch.cuda.cudart()`: locks pages where they lie, or `refuses` to."""
+    """Stands for `torch.cuda.cudart()`: locks pages where they lie."""
 
-    def __init__(self, refuses: bool) -> None:
-        self.code, self.locked, self.events = (2 if refuses else 0), dict[int, int](), list[str]()
+    def __init__(self) -> None:
+        self.locked, self.events = dict[int, int](), list[str]()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if not self.code:
-            self.locked[address] = nbytes
-        return self.code
+        self.locked[address] = nbytes
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         self.events.append("unlocked")
@@ -147,10 +117,8 @@ class Runtime:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_slab_is_locked_until_nobody_holds_it(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
-    """One that cannot be locked is told of and used."""
-    runtime = Runtime(refuses)
+def test_a_slab_is_locked_until_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
     stream = SimpleNamespace(synchronize=lambda: runtime.events.append("waited"))
     monkeypatch.setattr(memory, "CAN_REGISTER", True)
     monkeypatch.setattr(memory, "_runtime", lambda: runtime)
@@ -158,20 +126,13 @@ def test_a_slab_is_locked_until_nobody_holds_it(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: device.index)  # the first one is not used
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    memory._tell_pageable.cache_clear()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        slab = host_empty((3, 1 << 20), torch.float32, pin=True)
-    assert ["pinned host memory cannot be had (cudaHostRegister: 2" in str(one.message) for one in told] == [
-        True
-    ] * refuses
-    assert runtime.locked == ({} if refuses else {slab.data_ptr(): slab.nbytes})
-    assert slab.data_ptr() % (2 << 20) == 0
+    slab = host_empty((3, 1 << 20), torch.float32, pin=True)
+    assert runtime.locked == {slab.data_ptr(): slab.nbytes}
     part = slab[1:].fill_(1.0)
     del slab
     gc.collect()
-    assert bool(runtime.locked) != refuses
+    assert runtime.locked
     del part
     gc.collect()
     assert not runtime.locked
-    assert runtime.events == ([] if refuses else ["waited", "waited", "unlocked"])  # first for what may still read it
+    assert runtime.events == ["waited", "waited", "unlocked"]  # first for what may still read it

@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
 
 from hf_offload.blocks.padding import Padding
 
-
-def test_left_padding_marks_holes_and_first_tokens() -> None:
-    padding = Padding(8)
-    mask = torch.ones(2, 20, dtype=torch.bool)
-    mask[1, :11] = False
-    padding.observe(mask, 2, 20)
-    assert padding.ragged
-    assert padding.first.tolist() == [0, 11]
-    assert padding.holes[:, :3].tolist() == [[0, 0, 0], [1, 1, 0]]
-    assert [bound.tolist() for bound in padding.sinks(6)] == [[0, 1], [1, 3]]
-    assert [bound.tolist() for bound in padding.sinks(6, 2)] == [[0, 5], [3, 9]]
-
-
-def test_no_padding_costs_nothing() -> None:
-    padding = Padding(8)
-    padding.observe(torch.ones(1, 20, dtype=torch.bool), 1, 20)
-    assert not padding.ragged
-    padding.observe(None, 1, 21)
-    assert padding.seen == 21
-    assert padding.valid[0, :21].all()
-
-
-def test_a_later_turn_with_padding_inside() -> None:
-    padding = Padding(8)
-    padding.observe(None, 2, 10)
-    mask = torch.ones(2, 30, dtype=torch.bool)
-    mask[0, 10:17] = False
-    padding.observe(mask, 2, 30)
-    assert padding.holes[:, :4].tolist() == [[0, 1, 1, 0], [0, 0, 0, 0]]
-    assert padding.first.tolist() == [0, 0]
-
-
-def test_a_mask_that_changes_its_mind_is_believed() -> None:
-    padding = Padding(8)
-    padding.observe(None, 1, 16)
-    mask = torch.ones(1, 17, dtype=torch.bool)
-    mask[0, 3] = False
-    padding.observe(mask, 1, 17)
-    assert padding.valid[0, :5].tolist() == [1, 1, 1, 0, 1]
-    assert padding.holes[0, 0] == 1
+SIZE = 8
 
 
 def test_the_same_mask_from_another_device_changes_nothing() -> None:
@@ -65,24 +28,14 @@ def test_the_same_mask_from_another_device_changes_nothing() -> None:
     assert padding.first.tolist() == [4]
 
 
-def test_truncate_and_rows() -> None:
-    padding = Padding(8)
-    mask = torch.ones(2, 20, dtype=torch.bool)
-    mask[1, :3] = False
-    padding.observe(mask, 2, 20)
-    padding.select_rows(np.array([1, 1, 0]))
-    assert padding.first.tolist() == [3, 3, 0]
-    padding.truncate(5)
-    assert padding.seen == 5
-    assert not padding.valid[:, 5:].any()
-    padding.observe(None, 3, 9)
-    assert padding.valid[0, :9].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+def random_history(seed: int, paddings: list[Padding]) -> Iterator[np.ndarray]:
+    """Masks that grow, change, end, and whose rows change place, told to several; the last one's lie elsewhere.
 
-
-def random_history(seed: int, paddings: list[Padding]) -> None:
-    """Masks that grow, change, end, and whose rows change place, told to several; the last one's lie elsewhere."""
+    Yields:
+        What they must know after each step.
+    """
     rng = np.random.default_rng(seed)
-    batch = int(rng.integers(1, 4))
+    batch, dense = int(rng.integers(1, 4)), False
     mask = torch.from_numpy(rng.random((batch, int(rng.integers(1, 40)))) > 0.1)
     for step in range(20):
         kind = "grows" if step == 0 else rng.choice(["grows", "grows", "changes", "ends", "rows", "no mask"])
@@ -93,20 +46,22 @@ def random_history(seed: int, paddings: list[Padding]) -> None:
             mask[rng.integers(batch), rng.integers(mask.shape[1])] ^= True
         elif kind == "ends":
             mask = mask[:, : int(rng.integers(1, mask.shape[1] + 1))]
-        rows = rng.integers(0, batch, batch)
+        elif kind == "rows":
+            rows = rng.integers(0, batch, batch)
+            mask = mask[rows]
+        else:  # a mask that was made from a dense one is forgotten
+            mask = torch.cat([mask | dense, torch.ones(batch, 1, dtype=torch.bool)], 1)
         given = mask if rng.random() < 0.5 else mask.long()
         for padding in paddings:
             if kind == "ends":
                 padding.truncate(mask.shape[1])
             elif kind == "rows":
                 padding.select_rows(rows)
-            if kind == "no mask":
-                padding.observe(None, batch, mask.shape[1] + 1, dense=bool(step % 2))
-            else:
-                told = given[rows] if kind == "rows" else given
-                told = told.as_subclass(Elsewhere) if padding is paddings[-1] else told
-                padding.observe(told, batch, mask.shape[1])
-        mask = torch.from_numpy(paddings[0].valid[:, : paddings[0].seen] != 0)
+            told = given.as_subclass(Elsewhere) if padding is paddings[-1] else given
+            padding.observe(None if kind == "no mask" else told, batch, mask.shape[1], dense=bool(step % 2))
+        if kind in ("grows", "changes", "no mask"):
+            dense = bool(step % 2)
+        yield mask.numpy()
 
 
 class Elsewhere(torch.Tensor):
@@ -115,26 +70,28 @@ class Elsewhere(torch.Tensor):
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
-class Whole(Padding):
-    """Reads each mask from its begin."""
-
-    def _looked_at(self, mask: torch.Tensor | None, total: int) -> int:
-        return 0
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_mask_that_is_compared_where_it_lies_says_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_known_is_what_the_masks_said(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a mask on a device is compared there."""
     monkeypatch.setattr("hf_offload.blocks.padding.LONG", 0)
     looks, equal = [], torch.equal
     monkeypatch.setattr(torch, "equal", lambda *both: looks.append(equal(*both)) or looks[-1])
-    whole, here, there = Whole(8), Padding(8), Padding(8)
-    random_history(seed, [whole, here, there])
+    paddings = [Padding(SIZE), Padding(SIZE)]
+    for mask in random_history(seed, paddings):
+        filled = np.pad(mask, ((0, 0), (0, -mask.shape[1] % SIZE)), constant_values=True)
+        holes = ~filled.reshape(len(mask), -1, SIZE).all(2)
+        first = mask.argmax(1) * holes.any()
+        for padding in paddings:
+            assert padding.seen == mask.shape[1]
+            assert np.array_equal(padding.valid[:, : padding.seen] != 0, mask)
+            assert np.array_equal(padding.holes[:, : holes.shape[1]] != 0, holes)
+            assert padding.ragged or not holes.any()
+            assert np.array_equal(padding.first, first)
+            for size in (SIZE, 2):
+                low, high = padding.sinks(6, size)
+                assert low.tolist() == [begin // size for begin in first]
+                assert high.tolist() == [-(-(begin + 6) // size) for begin in first]
     assert any(looks)
-    for padding in (here, there):
-        for name in ("valid", "holes", "first"):
-            assert np.array_equal(getattr(padding, name), getattr(whole, name))
-        for name in ("ragged", "seen", "revision", "version", "dense", "changed_block"):
-            assert getattr(padding, name) == getattr(whole, name)
 
 
 def test_another_batch_is_refused() -> None:

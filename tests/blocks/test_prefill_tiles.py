@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from breaking import UNDONE, broken_launch
 from pairwise import covering
 
 from hf_offload import WorkerError
@@ -16,7 +14,6 @@ from hf_offload.blocks import memory
 from hf_offload.blocks import prefill_tiles as tiles
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.prefill_tiles import read_tiles
-from hf_offload.cpu.launch import Launch
 from hf_offload.cpu.thread_pool import Worker
 
 from ._streams import Device
@@ -62,26 +59,6 @@ def test_tiles_are_what_gather_brings(
     assert_tiles(store, *ends)
 
 
-def test_the_next_tile_comes_while_one_is_attended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ahead, not more: that is all the memory there is."""
-    store, done, divide = filled_store(Worker()), list[Launch](), Worker.divide
-
-    def divided(worker: Worker, launch: Launch) -> float:
-        seconds = divide(worker, launch)
-        done.append(launch)
-        return seconds
-
-    monkeypatch.setattr(Worker, "divide", divided)
-    tiles_there = -(-LENGTH // 64)
-    for n, _ in enumerate(read_tiles(store, LENGTH, 64)):
-        limit = time.monotonic() + 300
-        while len(done) < min(n + 2, tiles_there):
-            assert time.monotonic() < limit
-            time.sleep(0.001)
-        time.sleep(0.005)
-        assert len(done) == min(n + 2, tiles_there)
-
-
 @pytest.mark.parametrize(("packs", "stop", "most"), [(False, LENGTH, 128), (True, LENGTH, 256), (False, 60, 60)])
 def test_two_tiles_are_in_memory(monkeypatch: pytest.MonkeyPatch, packs: bool, stop: int, most: int) -> None:
     """Packed blocks are gathered as float32 first; a single tile needs no second."""
@@ -95,22 +72,6 @@ def test_two_tiles_are_in_memory(monkeypatch: pytest.MonkeyPatch, packs: bool, s
     monkeypatch.setattr(tiles, "host_empty", counted)
     assert_tiles(filled_store(Worker(), packs=packs), stop, 64)
     assert sum(made) == most * 2 * 2 * HEADS * DIM * 2  # bytes of K and V of two rows
-
-
-def test_a_gather_that_fails_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled_store(Worker())
-
-    def later(k: torch.Tensor, v: torch.Tensor, first: int) -> Any:
-        launch = BlockStore.gathering(store, k, v, first)
-        return broken_launch() if first == 128 else launch
-
-    seen = []
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "gathering", later)
-        with pytest.raises(WorkerError, match=f"gathering tokens 128 to 191 failed: .*{UNDONE}"):
-            seen.extend(first for first, _, _ in read_tiles(store, LENGTH, 64))
-    assert seen == [0, 64]
-    assert_tiles(store, LENGTH, 64)
 
 
 def test_a_gather_that_hangs_is_given_up_in_time() -> None:
@@ -140,9 +101,6 @@ def test_what_is_left_half_way_hinders_nobody() -> None:
             assert (got[:, :, 100:] == 3).all()
 
 
-# --- the CUDA way, on stand-ins for streams --------------------------------------------------------------------------
-
-
 def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, packs: bool) -> tuple[BlockStore, Device]:
     """A store on a device whose streams are that slow (seconds a piece of work)."""
     store, device = filled_store(Worker(2), packs=packs), Device(model, side)
@@ -152,7 +110,7 @@ def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, packs: bool
     return store, device
 
 
-SPEEDS = [(0.0, 0.0), (0.01, 0.0), (0.0, 0.01), (0.004, 0.004)]
+SPEEDS = [(0.01, 0.0), (0.0, 0.01), (0.004, 0.004)]
 
 
 @pytest.mark.parametrize("packs", [False, True])

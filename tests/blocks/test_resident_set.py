@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from hf_offload.blocks import copying, host_pool
-from hf_offload.blocks import resident_set as resident
+from hf_offload.blocks import copying, host_pool, resident_set
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.copying import Moves, copies, staged
 from hf_offload.blocks.device_mirror import DeviceMirror
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.cpu.thread_pool import Worker, WorkerError
-from hf_offload.gpu import kv_copy
 
-from ._streams import Device
 from .stores import DIM, HEADS, LENGTH, ROWS, SIZE, filled_store
 
 SLOTS, BLOCKS = 6, LENGTH // SIZE
@@ -73,84 +68,17 @@ def test_copies_bring_the_same_bytes_at_once_and_by_a_stage(
         assert torch.equal(pool.view(torch.uint8), want.view(torch.uint8))
 
 
-def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, *, pinned: bool) -> tuple[ResidentSet, Device]:
-    """A resident set on a device whose streams are that slow (seconds a piece of work)."""
-    device = Device(model, side)
-    device.install(patch)
-    store = filled_store()
-    store.pool._plain.pinned = store.pool._packed.pinned = pinned
-    mirror = DeviceMirror(store.padding, store.device, Worker(2))
-    held = ResidentSet(store, SLOTS, mirror)
-    held.reserve()
-    held.pool.fill_(7.0)
-    mirror.stream = device.make_stream(None)  # type: ignore[assignment]
-    store.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    tables = torch.from_numpy(store.pool.block_ptr), torch.from_numpy(store.table)
-    held.tables = SimpleNamespace(block_ptr=lambda: tables[0], table=lambda: tables[1])  # type: ignore[assignment]
-    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    fetch = kv_copy.fetch
-    patch.setattr(kv_copy, "fetch", lambda *args, **packed: device.current.enqueue(lambda: fetch(*args, **packed)))
-    return held, device
-
-
-SPEEDS = [(0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (0.004, 0.004)]
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize(("model", "side"), SPEEDS)
-def test_what_is_on_its_way_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, model: float, side: float, pinned: bool
-) -> None:
-    plain, (held, device) = filled_store(), on_streams(monkeypatch, model, side, pinned=pinned)
-    want, got = [empty_pool(plain)], list[torch.Tensor]()
-    with device:
-        for seed in range(4):
-            moves = make_moves(seed)
-            want.append(moved(plain, want[-1], moves))
-            device.model.enqueue(lambda: got.append(held.pool.clone()))  # reads the slots before they change hands
-            held.fetch(moves, "a recall")
-            held.wait()
-        device.model.enqueue(lambda: got.append(held.pool.clone()))
-    device.synchronize()
-    assert len(got) == len(want)
-    for now, then in zip(got, want, strict=True):
-        assert torch.equal(now, then)
-
-
-@pytest.mark.parametrize(("model", "side"), SPEEDS)
-def test_a_placement_is_there_at_once(monkeypatch: pytest.MonkeyPatch, model: float, side: float) -> None:
-    plain, (held, device) = filled_store(), on_streams(monkeypatch, model, side, pinned=True)
-    blocks = torch.tensor([1, 4, 9, 13, 19], dtype=torch.int32).expand(ROWS, HEADS, -1).contiguous()
-    counts, got = torch.tensor([[5, 3, 1], [0, 2, 4]], dtype=torch.int32), list[torch.Tensor]()
-    slots = torch.arange(5, dtype=torch.int32).expand_as(blocks)
-    with device:
-        held.load(blocks, counts, "placement")
-        assert held._transfer is None
-        device.model.enqueue(lambda: got.append(held.pool.clone()))
-    device.synchronize()
-    assert torch.equal(got[0], moved(plain, empty_pool(plain), Moves(slots, blocks, counts)))
-
-
 def test_what_a_failed_copy_carried_is_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled_store()
+    store, one = filled_store(), torch.ones(ROWS, HEADS, dtype=torch.int32)
     held = ResidentSet(store, SLOTS, DeviceMirror(store.padding, store.device, Worker()))
     held.reserve()
-    blocks = torch.tensor([3, 8], dtype=torch.int32).expand(ROWS, HEADS, -1).contiguous()
-    slots = torch.tensor([0, 2], dtype=torch.int32).expand_as(blocks).contiguous()
-    held.load(blocks, torch.full((ROWS, HEADS), 2, dtype=torch.int32), "placement")
-    held.block_of[:, :, 2], held.slot_of[:, :, 8], held.slot_of[:, :, 5] = 5, -1, 2
-    with monkeypatch.context() as patch:
-        patch.setattr(resident, "copies", lambda *given: lambda: 1 / 0)
-        held.fetch(
-            Moves(slots[:, :, 1:], torch.full_like(blocks[:, :, 1:], 5), torch.ones_like(held.block_of[:, :, 0])),
-            "a recall",
-        )
-        with pytest.raises(WorkerError, match="a recall failed: ZeroDivisionError"):
-            held.wait()
-    held.wait()
-    assert (held.block_of[:, :, 2] == -1).all()
-    assert (held.slot_of[:, :, 5] == -1).all()
-    assert (held.slot_of[:, :, 3] == 0).all()
+    held.block_of[:, :, 2], held.slot_of[:, :, 5] = 5, 2
+    monkeypatch.setattr(resident_set, "copies", lambda *given: lambda: 1 / 0)
+    held.fetch(Moves(2 * one[..., None], 5 * one[..., None], one), "a recall")
+    with pytest.raises(WorkerError, match="a recall failed: ZeroDivisionError"):
+        held.wait()
+    assert (held.block_of == -1).all()
+    assert (held.slot_of == -1).all()
 
 
 @pytest.mark.gpu

@@ -17,29 +17,18 @@ from hf_offload.blocks import host_pool, memory
 from hf_offload.blocks import prefill_tiles as tiles
 from hf_offload.blocks.block_store import KEEP_TOKENS, BlockStore
 from hf_offload.blocks.host_pool import HostPool
-from hf_offload.blocks.padding import Padding
 from hf_offload.blocks.prefill_tiles import read_tiles
 from hf_offload.cpu.thread_pool import Worker
 from hf_offload.gpu.kv_copy import store_tokens
 
 from ._streams import Device, Event
-
-ROWS, HEADS, DIM, SIZE, LENGTH = 2, 3, 32, 16, 12 * 16 + 5
+from .stores import DIM, HEADS, LENGTH, ROWS, make_store
 
 
 class OnDevice(torch.Tensor):
     """A tensor that says that it lies on a CUDA device."""
 
     is_cuda = True
-
-
-def make_store(device: str, **kwargs: Any) -> BlockStore:
-    padding = Padding(SIZE)
-    padding.observe(None, ROWS, LENGTH)
-    return BlockStore(
-        ROWS, HEADS, DIM, torch.bfloat16, block_size=SIZE, device=torch.device(device), digest=None, padding=padding,
-        **kwargs,
-    )  # fmt: skip
 
 
 def tokens(count: int, device: str = "stand-in") -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,36 +82,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_an_append_does_not_wait_and_a_reader_does(device: Device) -> None:
-    blocks, (k, v) = make_store("cuda"), tokens(LENGTH)
-    cuts = [0, 37, 38, LENGTH]
-    for first, stop in pairwise(cuts):
+    """So does who copies a block that two rows share."""
+    blocks, (k, v), (more, other) = make_store(device="cuda"), tokens(LENGTH), tokens(3)
+    for first, stop in pairwise([0, 37, 38, LENGTH]):
         blocks.append(k[:, :, first:stop], v[:, :, first:stop])
         records = blocks.pool.slabs[0]
         assert int((records != 0).sum()) <= 2 * first * ROWS * HEADS * DIM
         assert_same(host_tokens(blocks, 0, stop), [k[:, :, :stop], v[:, :, :stop]])
-
-
-def test_tiles_that_threads_gather_are_there(device: Device) -> None:
-    blocks, (k, v) = make_store("cuda", worker=Worker(2)), tokens(LENGTH)
-    blocks.append(k, v)
-    with device:
-        found = [(a.clone(), b.clone()) for _, a, b in read_tiles(blocks, LENGTH, 64) if not device.synchronize()]
-    assert_same([torch.cat(parts, 2) for parts in zip(*found, strict=True)], (k, v))
-
-
-def test_a_shared_block_is_copied_when_it_is_there(device: Device) -> None:
-    blocks, (k, v), (more, _) = make_store("cuda"), tokens(LENGTH), tokens(3)
-    blocks.append(k, v)
-    blocks.select_rows(np.array([1, 1]))
     blocks.append(more, more)
-    want = [torch.cat([x[[1, 1]], more], 2) for x in (k, v)]
-    assert_same(host_tokens(blocks, 0, LENGTH + 3), want)
+    blocks.select_rows(np.array([1, 1]))
+    blocks.append(other, other)
+    want = [torch.cat([torch.cat([x, more], 2)[[1, 1]], other], 2) for x in (k, v)]
+    assert_same(host_tokens(blocks, 0, LENGTH + 6), want)
 
 
 def test_blocks_are_packed_when_they_are_there(device: Device) -> None:
     (k, v), found = tokens(KEEP_TOKENS + 32), []
     for kind in ("cuda", "cpu"):
-        blocks = make_store(kind, host_dtype="int8")
+        blocks = make_store(packs=True, device=kind)
         for part in (slice(0, KEEP_TOKENS), slice(KEEP_TOKENS, KEEP_TOKENS + 7), slice(KEEP_TOKENS + 7, None)):
             blocks.append(*(x[:, :, part].as_subclass(OnDevice if kind == "cuda" else torch.Tensor) for x in (k, v)))
             blocks.pack_old(blocks.length)
@@ -130,16 +107,8 @@ def test_blocks_are_packed_when_they_are_there(device: Device) -> None:
     assert_same(*found)
 
 
-def test_tokens_of_the_host_need_no_device(device: Device) -> None:
-    blocks, (k, v) = make_store("cuda"), tokens(LENGTH)
-    blocks.append(k[:, :, :37], v[:, :, :37])
-    assert not blocks.pool.slabs[0].any()
-    blocks.append(*(x[:, :, 37:].as_subclass(torch.Tensor) for x in (k, v)))
-    assert_same(host_tokens(blocks, 0, LENGTH), (k, v))
-
-
 def test_memory_is_given_back_when_nobody_writes_into_it(device: Device) -> None:
-    blocks, (k, v) = make_store("cuda"), tokens(LENGTH)
+    blocks, (k, v) = make_store(device="cuda"), tokens(LENGTH)
     blocks.append(k, v)
     slabs = list(blocks.pool.slabs)
     assert not slabs[0].any()
@@ -150,9 +119,9 @@ def test_memory_is_given_back_when_nobody_writes_into_it(device: Device) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_gpu_that_is_behind_holds_nobody_up_until_its_blocks_are_read(packs: bool) -> None:
-    blocks = make_store("cuda", host_dtype="int8" if packs else None, worker=Worker(2))
+    blocks = make_store(packs=packs, device="cuda", worker=Worker(2))
     k, v = tokens(KEEP_TOKENS, "cuda")
-    make_store("cuda").append(k, v)  # compiles the kernel, which takes longer than the stream sleeps
+    make_store(device="cuda").append(k, v)  # compiles the kernel, which takes longer than the stream sleeps
     blocks.reserve(KEEP_TOKENS)
     torch.cuda.synchronize()
     for count in (37, 1, 90):

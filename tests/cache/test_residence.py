@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import HybridCache, Scout, WorkerError
-from hf_offload.blocks import resident_set
+from hf_offload import HybridCache, Scout
 from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.cache import layer as layers
 from hf_offload.cache import residence
@@ -71,16 +71,10 @@ def cache_on(card: Card, model: PreTrainedModel, policy: Any = "scout", **knobs:
     return made
 
 
-def run(
-    model: PreTrainedModel, cache: HybridCache, length: int, steps: int, rows: int = 1, first: int = 0
-) -> torch.Tensor:
-    """Logits `[B, steps, V]` of steps behind a prompt or append; tokens from `first` on are new."""
-    ids, _ = prompt(rows, length + steps)
-    with torch.no_grad():
-        model(ids[:, first:length], past_key_values=cache)
-        return torch.cat(
-            [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(length, length + steps)], 1
-        )
+def run(model: PreTrainedModel, cache: HybridCache, length: int, steps: int, first: int = 0) -> torch.Tensor:
+    """Logits `[1, steps, V]` of steps behind a prompt or append; tokens from `first` on are new."""
+    ids, mask = prompt(1, length + steps)
+    return torch.cat(feed(model, cache, ids, mask, [first, *range(length, length + steps + 1)])[1:], 1)
 
 
 def full(model: PreTrainedModel, length: int, steps: int) -> torch.Tensor:
@@ -156,15 +150,6 @@ def test_others_on_the_card(llama: PreTrainedModel, card: Callable[[float], Card
     assert slots(made) == {15 + 15 // 4}
 
 
-@pytest.mark.parametrize("over", [-BLOCK, 0, BLOCK])
-def test_growing_past_the_budget(over: int, llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
-    """The step stays dense, since attending is cheap."""
-    made = cache_on(card(100), llama)
-    want = full(llama, 96 + over - 3, 8)
-    assert torch.equal(run(llama, made, 96 + over - 3, 8), want)
-    assert dense(made) == 1.0
-
-
 def test_a_choice_begins_where_attending_takes_longer(
     llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,16 +157,13 @@ def test_a_choice_begins_where_attending_takes_longer(
     made = cache_on(card(100), llama, lookahead="off")
     run(llama, made, 200, 20)
     assert dense(made) == 8 / 20
-    assert slots(made) == {17}
 
 
 def test_growing_past_the_slots(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
-    there = card(100)
-    want = full(llama, 150, 120)
-    made = cache_on(there, llama)
-    assert torch.equal(run(llama, made, 150, 120), want)
+    want = full(llama, 150, 70)
+    made = cache_on(card(100), llama)
+    assert torch.equal(run(llama, made, 150, 70), want)
     assert slots(made) == {15 + 15 // 4}  # of 13 slots the last is full with 208 tokens
-    assert made.stats().as_dict()["placements"] == 2 * 4
     assert dense(made) == 1.0
 
 
@@ -212,52 +194,33 @@ def test_more_rows_ask_again(llama: PreTrainedModel, card: Callable[[float], Car
     assert slots(made) == {17}
 
 
-def test_memory_that_lacks_for_the_least_is_told_and_may_be_there_later(
-    llama: PreTrainedModel, card: Callable[[float], Card], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = cache_on(card(100), llama)
-    want = full(llama, 200, 4)
-
-    def lacks(store: Any, wanted: int, mirror: Any) -> ResidentSet:
-        if wanted:
-            raise torch.OutOfMemoryError("no memory")
-        return ResidentSet(store, wanted, mirror)
-
-    monkeypatch.setattr(layers, "ResidentSet", lacks)
-    ids, _ = prompt(1, 204)
-    with torch.no_grad():
-        llama(ids[:, :200], past_key_values=made)
-        with pytest.warns(RuntimeWarning, match="ran out"), pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            llama(ids[:, 200:201], past_key_values=made)
-        monkeypatch.setattr(layers, "ResidentSet", ResidentSet)
-        rows = [llama(ids[:, i : i + 1], past_key_values=made).logits for i in range(200, 204)]
-    assert torch.cosine_similarity(torch.cat(rows, 1), want, dim=-1).min() > 0.3
-
-
-@pytest.mark.parametrize("failing", range(4))
-@pytest.mark.parametrize(("times", "left"), [(1, 12), (2, LEAST)])
+@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize(("times", "left"), [(1, 12), (2, LEAST), (3, LEAST)])
 def test_memory_that_runs_out(
     times: int, left: int, failing: int, llama: PreTrainedModel, card: Callable[[float], Card],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In each layer: half of it, then one and a half budgets; the tokens are right each time."""
+    """In each layer: half of it, then one and a half budgets; where those lack it is an error, and may go on later."""
     want = full(llama, 300, 12)
     cache, failures = cache_on(card(200), llama, lookahead="off"), [times]
 
     def runs_out(store: Any, wanted: int, mirror: Any, made: Any = ResidentSet) -> ResidentSet:
         large = sum(layer.resident.slots > LEAST for layer in cache.transaction.hybrid if layer.resident is not None)
-        if wanted > LEAST and failures[0] and (large >= failing or failures[0] < times):
+        if wanted and failures[0] and (large >= failing or failures[0] < times):
             failures[0] -= 1
             raise torch.OutOfMemoryError("no memory")
         result: ResidentSet = made(store, wanted, mirror)
         return result
 
     monkeypatch.setattr(layers, "ResidentSet", runs_out)
-    with pytest.warns(RuntimeWarning, match=r"device memory ran out with .* resident tokens"):
+    told = pytest.raises(torch.OutOfMemoryError, match="no memory") if times > 2 else nullcontext()
+    with pytest.warns(RuntimeWarning, match=r"device memory ran out with .* resident tokens"), told:
         found = run(llama, cache, 300, 12)
-    assert slots(cache) == {left}
     assert failures == [0]
-    assert torch.cosine_similarity(found, want, dim=-1).min() > 0.3
+    if times > 2:
+        found = run(llama, cache, 301, 11, first=300)
+    assert slots(cache) == {left}
+    assert torch.cosine_similarity(found, want[:, -found.shape[1] :], dim=-1).min() > 0.3
 
 
 def test_a_fork_takes_what_is_there(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
@@ -289,46 +252,6 @@ def test_a_loaded_cache_asks_its_own_card(
         assert before < 100 or torch.equal(found, want) == (size == 100)
 
 
-@pytest.mark.parametrize("policy", ["scout", "quest"])
-def test_a_copy_that_failed_leaves_no_hole(
-    policy: str, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a set that would have a slot for every block: a crop of drafts brings back a block that lost its slot."""
-    knobs: dict[str, Any] = {"scout": {"lookahead": "off"}, "quest": {}}[policy]
-    made = HybridCache(llama, policy, **SPLIT, resident=144, budget=1000, **knobs)
-    ids, _ = prompt(1, 160)
-
-    def forward(first: int, stop: int, **more: Any) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = llama(ids[:, first:stop], past_key_values=made, **more).logits
-        return logits
-
-    failed = []
-
-    def broken(*_: Any) -> Callable[..., None]:
-        def copy(*_: Any) -> None:
-            failed.append(True)
-            raise OSError("a copy failed")
-
-        return copy
-
-    want = full(llama, 142, 1)
-    forward(0, 130)
-    for i in range(130, 141):
-        forward(i, i + 1)
-    made.activate_past_recording()
-    forward(141, 147, logits_to_keep=6)  # the block of token 144 takes the slot of another
-    with monkeypatch.context() as patch:
-        patch.setattr(resident_set, "copies", broken)
-        made.crop(-5)
-    try:
-        found = forward(142, 143)
-    except WorkerError:  # told once
-        found = forward(142, 143)
-    assert failed
-    assert torch.allclose(found, want, atol=1e-4)
-
-
 def test_an_append_takes_the_memory_that_it_needs(llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
     there = card(30)
     made = cache_on(there, llama)
@@ -345,24 +268,16 @@ def test_an_append_takes_the_memory_that_it_needs(llama: PreTrainedModel, card: 
     assert given_back == [{0}]
 
 
-@pytest.mark.parametrize("knobs", [{"resident": 144}, {"device_budget": "9 blocks"}])
-def test_a_number_decides_alone(knobs: dict[str, Any], llama: PreTrainedModel, card: Callable[[float], Card]) -> None:
-    made = cache_on(card(100), llama, **knobs)
-    run(llama, made, 200, 4)
-    assert slots(made) == {9}
-    assert made.settings.residence is None
-
-
-@pytest.mark.parametrize("policy", ["hgca", "h2o", "infinigen", "window"])
-def test_policies_to_which_more_is_of_no_use(
-    policy: str, llama: PreTrainedModel, card: Callable[[float], Card]
+def test_numbers_decide_alone_and_some_policies_have_no_use_for_more(
+    llama: PreTrainedModel, card: Callable[[float], Card]
 ) -> None:
-    assert cache_on(card(100), llama, policy).settings.residence is None
-
-
-def test_what_is_no_number(llama: PreTrainedModel) -> None:
+    for knobs in ({"resident": 144}, {"device_budget": "9 blocks"}):
+        made = cache_on(card(100), llama, **knobs)
+        run(llama, made, 200, 2)
+        assert slots(made) == {9}
+    for policy in ("hgca", "h2o", "infinigen", "window"):
+        assert cache_on(card(100), llama, policy).settings.residence is None
     with pytest.raises(ValueError, match="resident='all' is no number of tokens; use one, or \"auto\""):
         HybridCache(llama, "scout", tier="split", resident="all")
-    for given in (1, "yes", None):
-        with pytest.raises(ValueError, match=r'dense=.* is not True, False or "auto"'):
-            Scout(dense=given)
+    with pytest.raises(ValueError, match=r'dense=.* is not True, False or "auto"'):
+        Scout(dense="yes")

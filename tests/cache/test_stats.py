@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from tiny import prompt, tiny_model
@@ -30,32 +27,6 @@ def test_replayed_steps_count_in_their_order() -> None:
     assert list(first.stats.cpu_ratio_by_step) == pytest.approx([0.7, 0.8, 0.9, 1.0])
     assert first.stats.as_dict()["cpu_ratio"] == pytest.approx(0.85)
     assert (first.stats.recalls, first.stats.recall_blocks, first.stats.recall_bytes) == (2, 5, 50)
-
-
-def test_another_ledger_goes_on_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tally, "KEEP", 3)
-    tally = Tally(LayerStats(0))
-    for step in range(8):
-        if step % 4 == 0:
-            ledger = Ledger([(tally, "cpu_ratio")])
-        ledger.add(torch.tensor([float(step)]))
-        assert len(ledger.rows) < 3
-    tally.count()
-    assert list(tally.stats.cpu_ratio_by_step) == list(range(8))
-
-
-def test_a_tally_that_is_gone_is_not_counted_for() -> None:
-    tally, other = Tally(LayerStats(0)), Tally(LayerStats(1))
-    ledger, gone = Ledger([(tally, "cpu_ratio"), (other, "cpu_ratio")]), weakref.ref(tally)
-    ledger.add(torch.tensor([1.0, 2.0]))
-    gc.disable()
-    try:
-        del tally
-        assert gone() is None
-    finally:
-        gc.enable()
-    other.count()
-    assert list(other.stats.cpu_ratio_by_step) == [2.0]
 
 
 def test_only_the_newest_steps_are_kept_and_the_mean_is_of_all() -> None:

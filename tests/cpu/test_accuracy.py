@@ -53,7 +53,7 @@ KINDS: dict[str, Callable[[Case, torch.Tensor], None]] = {
     "denormals": _denormals,
     "almost nothing valid": _almost_nothing_valid,
 }
-CASES = [(seed, "random") for seed in range(20)] + [(seed, kind) for kind in KINDS for seed in range(3)]
+CASES = [(seed, "random") for seed in range(8)] + [(seed, kind) for kind in KINDS for seed in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`move_records`: writes and gathers of tokens, copies and prefetches of records."""
+"""`move_records`: writes and gathers of tokens; `blocks/test_resident_set.py` copies records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from pools import DTYPES, bits, run
 from references import cpu as reference
 
-from hf_offload.cpu.kernels.move_records import copy_records, gather_tokens, touch_records, write_tokens
+from hf_offload.cpu.kernels.move_records import gather_tokens, write_tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,31 +32,3 @@ def test_write_then_gather(dtype: torch.dtype, start: int, tokens: int) -> None:
     run(gather_tokens(bits(k_out), bits(v_out), block_ptr, table.numpy(), start, size), threads=2)
     assert torch.equal(k_out, k)
     assert torch.equal(v_out, v)
-
-
-def test_copy_and_touch_records() -> None:
-    source, target = torch.randn(300, 1000), torch.zeros(300, 1000)
-    order = np.random.default_rng(0).permutation(300)
-    source_addr = source.data_ptr() + order.astype(np.int64) * 4000
-    target_addr = target.data_ptr() + np.arange(300, dtype=np.int64) * 4000
-    launch = copy_records(source_addr, target_addr, 4000)
-    assert launch.tasks > 1
-    run(launch, threads=2)
-    assert torch.equal(target, source[torch.from_numpy(order)])
-    run(touch_records(source_addr, 4000), threads=2)
-    run(copy_records(source_addr[:0], target_addr[:0], 4000))
-
-
-def test_pool_refuses() -> None:
-    k = np.zeros((1, 1, 4, 16), np.float32)
-    block_ptr, table = np.zeros(2, np.int64), np.zeros((1, 2), np.int32)
-    with pytest.raises(ValueError, match="map more blocks"):
-        write_tokens(k, k, block_ptr, table, 13, 8)
-    with pytest.raises(ValueError, match="must agree"):
-        write_tokens(k, k[:, :, :3], block_ptr, table, 0, 8)
-    with pytest.raises(ValueError, match="contiguous last"):
-        write_tokens(k[..., ::2], k[..., ::2], block_ptr, table, 0, 8)
-    with pytest.raises(TypeError, match="int64"):
-        write_tokens(k, k, block_ptr, table.astype(np.int64), 0, 8)
-    with pytest.raises(ValueError, match="block_size 12"):
-        gather_tokens(k, k, block_ptr, table, 0, 12)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from pools import bits, for_python, make_case, random_submeans, run
 from references import cpu as reference
 
 from hf_offload.cpu.kernels import draw_pairs as drawing
-from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS, vectors
+from hf_offload.cpu.kernels.digest_scores import CHUNK_BLOCKS
 from hf_offload.cpu.kernels.draw_pairs import (
     MASSES,
     Always,
@@ -98,23 +97,6 @@ def test_of_256_pairs_thresholds_are_even() -> None:
             smallest = u[first : first + pairs].sort().values.double().cumsum(0)  # the most that a total can draw
             for samples in (1, 8, 64, 512, 1 << 14):
                 assert int((smallest < 65 / 64 * samples).sum()) <= most_pairs(samples, 1, pairs)
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "begins", "count", "room", "want"),
-    [(0, 40, 200, 3, 64, 3), (0, 40, 40, 3, 64, 3), (30, 30, 0, 3, 64, 3), (0, 64, 0, 10, 40, 74)],
-)
-def test_padding_and_a_list_without_room(first: int, last: int, begins: int, count: int, room: int, want: int) -> None:
-    """Nothing is drawn of padding; memory behind the room is left alone, and what it lacks is reported."""
-    masses, weights = torch.ones(1, 80, dtype=torch.bfloat16), np.zeros(64, np.float32)
-    pairs = np.full(64, -1, np.int32)
-    for _ in range(200):
-        found = draw_head(
-            bits(masses), np.ones((1, 1), np.float32), 0, 1.0, 64, first, last, order_of(80), begins, 0, pairs,
-            weights, count, room,
-        )  # fmt: skip
-        assert found == want
-    assert (pairs[room if want > room else 0 :] == -1).all()
 
 
 def _digests(physical: int, count: int, dim: int, outliers: float = 0.01) -> tuple[SubMeans, tuple[torch.Tensor, ...]]:
@@ -343,30 +325,3 @@ def test_what_is_resident_changes_no_other_decision() -> None:
             one, other = ({p: w for p, w in x.items() if p // count not in left_out} for x in (one, other))
             assert one == pytest.approx(other, rel=1e-5)
             assert len(one) > 20
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"digest": None}, "pairs need a digest with a score for each"),
-        ({"lists": PairLists.of(1, 2, 23)}, "up to 24 may be drawn"),
-        ({"samples": 0}, "samples 0"),
-        ({"join": "raw"}, "join 'raw'"),
-        ({"masses": np.empty((1, 2, 143), MASSES)}, "masses"),
-        ({"tail": np.zeros((1, 2), np.float32)}, "one of unsealed and tail"),
-    ],
-)
-def test_arguments_that_do_not_fit(changes: dict[str, Any], why: str) -> None:
-    case, low = make_case(1, 2, 32, 16, 40, torch.float32, (0,)), np.zeros(1, np.int32)
-    query = np.zeros((1, 2, 32), np.float32)
-    means = vectors(query, np.zeros((8, 2, 32), np.float32), np.zeros(8, np.float32), dtype=torch.float32)
-    given: dict[str, Any] = {
-        "query": query, "digest": random_submeans(1, len(case.clean), 8, 32)[0], "table": case.table.numpy(),
-        "listed": Always(low, low, 0), "thresholds": Thresholds.of(0, low, 16), "masses": np.empty((1, 2, 144), MASSES),
-        "lists": PairLists.of(1, 2, 24), "n_sealed": 2, "length": 40, "samples": 4, "join": "max", "scale": 0.2,
-        "softcap": None, "unsealed": case.host_blocks,
-    }  # fmt: skip
-    draw_pairs(**given)
-    given |= {name: means if name == "digest" else value for name, value in changes.items()}
-    with pytest.raises(ValueError, match=why):
-        draw_pairs(**given)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from graph._graphs import AHEAD, SCOUT, model_of, run
-from tiny import prompt
 
-import hf_offload
-from hf_offload import HybridCache, WorkerError
-from hf_offload.cpu import serving
+from hf_offload import HybridCache
 from hf_offload.gpu.handover import wait_for_flag
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.gpu.streams import CAPTURE, CAPTURE_SIDE, RECALLS, TASKS, TILES, stream_for
-from hf_offload.graph.cuda_graph import StepGraph
 
 pytestmark = pytest.mark.gpu
 MEMORY: dict[str, Any] = {"block_size": 16, "resident": 96}
@@ -88,43 +82,6 @@ def test_by_default_all_is_resident_and_captured(policy: str, rows: int) -> None
     assert told["placements"] == (4 if policy == "full" else 8)  # 13 slots, then 18
     assert cache.graph is not None
     assert cache.graph._capture is not None
-
-
-def test_threads_may_capture_at_once() -> None:
-    model = model_of("llama").cuda()
-
-    def decode(number: int) -> torch.Tensor:
-        cache = HybridCache(model, "scout", cuda_graph=True, threads=2, **MEMORY, **AHEAD)
-        return run(model, cache, (150, 70)).argmax(-1)
-
-    want = decode(0)
-    with ThreadPoolExecutor(3) as threads:
-        assert all(torch.equal(got, want) for got in threads.map(decode, range(6)))
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_a_part_that_fails_in_the_last_step_is_told_by_generate(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
-    """Also where `generate()` makes the cache itself, which is gone at its end."""
-    model, ids = model_of("llama").cuda(), prompt(1, 150)[0].cuda()
-    knobs: dict[str, Any] = {**MEMORY, **AHEAD, "recall": 0, "cuda_graph": True}
-    given: dict[str, Any] = {} if enabled else {"past_key_values": HybridCache(model, "scout", **knobs)}
-    replay, count = StepGraph._replay, [0]
-
-    def broken(graph: StepGraph) -> None:
-        count[0] += 1
-        replay(graph)
-        if count[0] == 9:
-            assert graph._doorbell is not None
-            crew: Any = graph._doorbell._team
-            crew._rows[0, [serving.FAILED, serving.FAILED_IN, serving.UNDONE]] = 1, graph._epoch, 1
-
-    monkeypatch.setattr(StepGraph, "_replay", broken)
-    with hf_offload.enabled(model, "scout", **knobs) if enabled else nullcontext():
-        with pytest.raises(WorkerError, match=r"1 of \d+ tasks were not done.*crop\(-1\)"):
-            model.generate(ids, max_new_tokens=12, do_sample=False, **given)
-        assert count[0] == 9
-    if enabled:
-        assert not {"forward", "generate"} & set(model.__dict__)
 
 
 def test_no_other_stream_is_one_of_captures() -> None:

@@ -9,16 +9,13 @@ import pytest
 import torch
 from pairwise import covering
 
-from hf_offload.cpu.host_signals import Doorbell, Item
-from hf_offload.cpu.launch import Array, Launch, kernel
-from hf_offload.cpu.memory import count_up
 from hf_offload.gpu.handover import Inbox, hand_over, wait_for_flag
 
 from .operations import numbers
 
 GARBAGE, LAST = -(10**8), 2**31 - 1
 EPOCHS = (1, 70_000, LAST, -LAST - 1)
-SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (3, 2, 4, 128, 130), (1, 8, 16, 64, 300), (5, 1, 2, 256, 128)]
+SIZES = [(1, 1, 1, 16, 1), (2, 3, 5, 80, 7), (1, 2, 4, 128, 130), (1, 8, 16, 64, 300), (3, 1, 2, 256, 128)]
 FORMS = ["torch", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -88,50 +85,6 @@ def test_all_of_it_arrives(device: str, with_tail: bool, by_copies: bool, sizes:
             assert flag[:, 0].tolist() == [0, epoch if flagged else before, 0]
 
 
-@kernel
-def sum_kernel(ticket: Array, tasks: int, query: Array, blocks: Array, counts: Array, answer: Array) -> None:
-    """Each task adds up what one row was given."""
-    while True:
-        task = count_up(ticket, 0)
-        if task >= tasks:
-            break
-        total = 0.0
-        for head in range(counts.shape[1]):
-            for i in range(counts[task, head]):
-                total += blocks[task, head, i]
-        for head in range(query.shape[1]):
-            for d in range(query.shape[2]):
-                total += query[task, head, d]
-        answer[task] = total
-        count_up(ticket, 1)
-
-
-def test_whoever_sees_the_flag_sees_all_of_it(device: str) -> None:
-    sizes = (16, 8, 4, 128, 64) if device == "cuda" else (3, 2, 2, 16, 5)
-    batch, heads, group, dim, width = sizes
-    to = inbox(device, given(device, *sizes))
-    answer = torch.zeros(batch, dtype=torch.float64, pin_memory=device == "cuda")
-    lines = torch.zeros(3, 16, dtype=torch.int32, pin_memory=device == "cuda")
-    arrays = (*(part.numpy() for part in (to.query, to.blocks, to.counts)), answer.numpy())
-    bell = Doorbell(threads=2, spin_seconds=1e-4)
-    launch = Launch(sum_kernel, batch, arrays, 0)
-    bell.replace([Item(*(int(line.data_ptr()) for line in lines), launch, "work", (lines,))])
-    for step in range(1, 60):
-        bell.delay = 1e-3 * (step % 6 == 0)
-        query = torch.full((batch, heads * group, dim), float(step), device=device)
-        counts = torch.full((batch, heads), width, dtype=torch.int32, device=device)
-        blocks = torch.full((batch, heads, width), step, dtype=torch.int32, device=device)
-        epoch, late = numbers(step).to(device), numbers(0).to(device)
-        hand_over(to, query, blocks, counts, flag=lines[0, :1], epoch=epoch)
-        wait_for_flag(lines[1, :1], epoch, late, spins=5_000_000)
-        got = answer.to(device, non_blocking=True)
-        settle(device)
-        assert not late.item()
-        assert (got == step * heads * (width + group * dim)).all()
-    bell.check()
-    bell.stop()
-
-
 @pytest.mark.parametrize(
     ("flag", "epoch", "in_time"),
     [(3, 3, True), (4, 3, True), (2, 3, False), (-5, 3, False), (LAST, -LAST - 1, False), (-LAST - 1, LAST, True)],
@@ -139,7 +92,7 @@ def test_whoever_sees_the_flag_sees_all_of_it(device: str) -> None:
 def test_a_wait_ends_at_the_flag_or_at_its_bound(device: str, flag: int, epoch: int, in_time: bool) -> None:
     there, late = flags(device, flag, 0)
     want = numbers(epoch).to(device)
-    wait_for_flag(there, want, late, spins=0 if in_time else 2000)
+    wait_for_flag(there, want, late, spins=0 if in_time else 300)
     settle(device)
     assert late.item() == (0 if in_time else epoch)
     assert there.item() == flag
@@ -157,58 +110,11 @@ def test_nothing_is_waited_for_once_a_flag_was_late(device: str) -> None:
     assert late.item() == 7
 
 
-@pytest.mark.gpu
-def test_captured_flags_follow_the_epoch() -> None:
-    sides, late = flags("cuda", 0, 0), flags("cuda", 0)[0]
-    epoch = torch.ones(1, dtype=torch.int32, device="cuda")
-    sent = torch.zeros(1, 1, 16, device="cuda"), epoch.new_zeros(1, 1, 4), epoch.new_zeros(1, 1)
-    to = inbox("cuda", sent)
-    hand_over(to, *sent, flag=sides[0], epoch=epoch)
-    wait_for_flag(sides[0], epoch, late, spins=10)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        epoch += 1
-        hand_over(to, *sent, flag=sides[0], epoch=epoch)
-        wait_for_flag(sides[1], epoch, late, spins=10)
-    sides[1] = 3
-    for want, missed in ((2, 0), (3, 0), (4, 4), (5, 4)):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert (sides[0].item(), late.item()) == (want, missed)
-
-
-ONE = numbers(0)
-SENT = given("cpu", 2, 2, 2, 16, 3)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"query": SENT[0].half()}, r"query has dtype torch\.float16"),
-        ({"blocks": SENT[1][:1]}, r"blocks has shape \(1, 2, 3\)"),
-        ({"blocks": SENT[1][:, :, :2].contiguous()}, r"blocks has shape \(2, 2, 2\); expected \(2, 2, 3\)"),
-        ({"tail": torch.zeros(2, 4)}, r"tail and to\.tail belong together"),
-        ({"flag": ONE}, "flag and epoch belong together"),
-        ({"flag": ONE.long(), "epoch": ONE}, r"flag has dtype torch\.int64"),
-        ({"flag": ONE, "epoch": ONE.expand(2)}, r"epoch has shape \(2,\)"),
-        ({"late": ONE.bool()}, r"late has dtype torch\.bool"),
-        ({"flag": ONE.long(), "late": ONE}, r"flag has dtype torch\.int64"),
-        ({"epoch": ONE.expand(2), "late": ONE}, r"epoch has shape \(2,\)"),
-        ({"spins": -1}, "spins=-1"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
-)
-def test_wrong_arguments_are_named(change: dict[str, Any], told: str) -> None:
-    """Of a hand-over, and of a wait where `late` or `spins` is given."""
-    operation: Any = wait_for_flag
-    arguments: dict[str, Any] = {"flag": ONE, "epoch": ONE, "late": ONE, "spins": 1}
-    if not change.keys() & {"late", "spins"}:
-        operation = hand_over
-        arguments = {"to": inbox("cpu", SENT), "query": SENT[0], "blocks": SENT[1], "counts": SENT[2]}
-    with pytest.raises(TypeError if "dtype" in told else ValueError, match=told):
-        operation(**arguments | change)
-
-
-def test_an_inbox_of_other_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"query \(2, 3, 16\) does not fit"):
-        inbox("cpu", (SENT[0][:, :3], *SENT[1:]))
+def test_wrong_arguments_are_named() -> None:
+    query, blocks, counts = sent = given("cpu", 2, 2, 2, 16, 3)
+    with pytest.raises(TypeError, match=r"query has dtype torch\.float16"):
+        hand_over(inbox("cpu", sent), query.half(), blocks, counts)
+    with pytest.raises(ValueError, match="flag and epoch belong together"):
+        hand_over(inbox("cpu", sent), *sent, flag=numbers(0))
+    with pytest.raises(ValueError, match="spins=-1"):
+        wait_for_flag(numbers(0), numbers(0), numbers(0), spins=-1)
