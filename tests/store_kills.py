@@ -1,7 +1,5 @@
 """Processes that use a prefix store and are killed at random moments: what they leave gives no wrong token.
 
-    python tests/store_kills.py FOLDER KILLS SEED
-
 A child reads documents in chunks, answers, saves and evicts, and says after each forward how much it has read. It is
 killed. Another child then opens the store: it must start, find all but one segment and one chunk of what was read, and
 give the tokens of a cache without a store. The policy is `full` in float32.
@@ -14,7 +12,6 @@ import os
 import random
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -29,8 +26,6 @@ from hf_offload.files import entries
 from hf_offload.model.hooks import cache_argument
 
 ANSWER = 6
-
-
 SEGMENT, CHUNK = 64, 16
 MOST = 600_000  # bytes: about three chats
 
@@ -128,7 +123,6 @@ class Work:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
-    torch.set_num_threads(1)  # no team of threads before a fork
     work, order = Work(folder), random.Random(seed)
     with torch.no_grad():
         want = [work.answer(ids, hf_offload.HybridCache(work.model, "full")) for ids in work.prompts]
@@ -158,7 +152,3 @@ def one_kill(work: Work, wait: float, order: random.Random) -> tuple[int, int]:
     os.close(ours)
     number, read = told.rpartition(b"\n")[0].rpartition(b"\n")[2].split()
     return int(number), int(read)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

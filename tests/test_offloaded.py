@@ -115,17 +115,6 @@ def test_a_capture_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch, tmp
     assert set(seen) == {(False, True)}
 
 
-@pytest.mark.slow
-def test_a_short_cut_is_proved_again_when_weights_go_away(wanted: Any, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    held = generate(model, MODES[1])[2]
-    assert [predictor.adapter is not None for predictor in held._attachment.predictors] == [False, True, True, True]
-    _by_attention(model, tmp_path)
-    out, stats, cache = generate(model, MODES[1])
-    assert cache._attachment is held._attachment
-    assert torch.equal(out, wanted["llama", 1][0])
-    assert stats["query_cosine"] == pytest.approx(wanted["llama", 1][1], abs=1e-5)
-    assert not any(predictor.adapter for predictor in cache._attachment.predictors)
 
 
 def test_weights_that_nothing_brings_are_refused() -> None:
