@@ -15,16 +15,13 @@ from typing import Any
 import pytest
 import torch
 from test_hybrid_cache import COVERING, hooks_on
-from tiny import SIZES, prompt, spread_weights, tiny_model
+from test_odd_cases import llava
+from tiny import prompt, tiny_model
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     BartConfig,
-    CLIPVisionConfig,
     DynamicCache,
-    LlamaConfig,
-    LlavaConfig,
     PreTrainedModel,
     StaticCache,
 )
@@ -168,28 +165,27 @@ def test_knobs_are_checked_at_once_and_failures_leave_no_trace(model: PreTrained
 
 
 def test_models_that_have_no_use_for_it_are_refused(model: PreTrainedModel) -> None:
+    bart = AutoModelForSeq2SeqLM.from_config(
+        BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
+    )
     for unsuited, message in (
         (model.model, "LlamaModel is not a Transformers model with a generate"),
         (torch.nn.Linear(2, 2), "Linear is not a Transformers model"),
         (torch.nn.DataParallel(model), r"use the model inside \(model.module\)"),
         (torch.compile(model), r"use the model inside \(model._orig_mod\)"),
+        (bart, "encoder-decoder"),
     ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            enable(unsuited)
+        for attempt in (enable, HybridCache) if unsuited is bart else (enable,):
+            with pytest.raises((TypeError, ValueError), match=message):
+                attempt(unsuited)
     for name, value in (("use_cache", False), ("cache_implementation", "static")):
         setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match=f"model.generation_config.{name} = None"):
             enable(model)
         setattr(model.generation_config, name, None)
-    config = BartConfig(vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
-    bart = AutoModelForSeq2SeqLM.from_config(config)
-    before = traces(bart)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        enable(bart)
-    assert traces(bart) == before
 
 
-def test_copies_of_an_enabled_model_are_enabled(model: PreTrainedModel) -> None:
+def test_copies_of_an_enabled_model_are_enabled_and_one_that_is_let_go_is_gone(model: PreTrainedModel) -> None:
     want = generate(model).sequences
     enable(model, **COVERING)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -199,21 +195,7 @@ def test_copies_of_an_enabled_model_are_enabled(model: PreTrainedModel) -> None:
         disable(twin)
         assert twin.config._attn_implementation == "sdpa"
         assert type(generate(twin).past_key_values) is DynamicCache
-    assert type(generate(model).past_key_values) is HybridCache
-
-
-def test_an_enabled_model_is_saved_like_any_other(model: PreTrainedModel, tmp_path: Path) -> None:
-    enable(model, **COVERING)
-    model.save_pretrained(tmp_path)
-    assert "hybrid" not in json.dumps([json.loads(path.read_text()) for path in tmp_path.glob("*.json")])
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(generate(loaded).past_key_values) is DynamicCache
-    assert torch.equal(generate(loaded).sequences, generate(model).sequences)
-
-
-def test_a_model_that_is_let_go_is_gone(model: PreTrainedModel) -> None:
     twin = copy.deepcopy(model)
-    enable(twin, **COVERING)
     generate(twin)
     gone = weakref.ref(twin)
     gc.collect()
@@ -225,28 +207,22 @@ def test_a_model_that_is_let_go_is_gone(model: PreTrainedModel) -> None:
         gc.enable()
 
 
+def test_an_enabled_model_is_saved_like_any_other(model: PreTrainedModel, tmp_path: Path) -> None:
+    enable(model, **COVERING)
+    model.save_pretrained(tmp_path)
+    assert "hybrid" not in json.dumps([json.loads(path.read_text()) for path in tmp_path.glob("*.json")])
+    out = generate(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert type(out.past_key_values) is DynamicCache
+    assert torch.equal(out.sequences, generate(model).sequences)
+
+
 def test_towers_keep_their_attention() -> None:
-    torch.manual_seed(0)
-    vision = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=16
-    )
-    text = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
-    model = AutoModelForImageTextToText.from_config(
-        config, attn_implementation={"text_config": "sdpa", "vision_config": "eager"}
-    )
-    spread_weights(model)
-    want = generate(model).sequences
-
-    def used() -> list[Any]:
-        return [
-            part._attn_implementation for part in (model.config, model.config.text_config, model.config.vision_config)
-        ]
-
-    before = used()
+    model = llava({"text_config": "sdpa", "vision_config": "eager"})
+    want, parts = generate(model).sequences, (model.config, model.config.text_config, model.config.vision_config)
+    before = [part._attn_implementation for part in parts]
     with enabled(model, **COVERING):
-        assert used() == [before[0], "hybrid_sparse", "eager"]
+        assert [part._attn_implementation for part in parts] == [before[0], "hybrid_sparse", "eager"]
         out = generate(model)
         assert type(out.past_key_values) is HybridCache
         assert torch.equal(out.sequences, want)
-    assert used() == before
+    assert [part._attn_implementation for part in parts] == before

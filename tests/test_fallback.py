@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import test_families
 import torch
-from tiny import SIZES, prompt, spread_weights, tiny_model
+from tiny import SIZES, forward, prompt, spread_weights, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -54,44 +54,23 @@ def build(family: str, attn_implementation: str) -> PreTrainedModel:
 def test_stock_layers_are_exact_and_told_of(family: str, reason: str) -> None:
     eager, ours = build(family, "eager"), build(family, "hybrid_sparse")
     ids, mask = prompt(2, 40)
-    turn = torch.cat([ids, ids[:, 20:]], 1)
-    longer = torch.cat([mask, torch.ones_like(mask[:, 20:])], 1)
+    mask = torch.cat([mask, torch.ones_like(mask[:, 20:])], 1)
+    stock, cache = DynamicCache(config=eager.config), HybridCache(ours, "scout", **SPLIT)
     knobs: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
-    stock = DynamicCache(config=eager.config)
-    cache = HybridCache(ours, "scout", **SPLIT)
+
+    def same(ids: torch.Tensor, stock: DynamicCache, **more: Any) -> None:
+        given = {"attention_mask": mask[:, : ids.shape[1]], **knobs, **more}
+        want = eager.generate(ids, past_key_values=stock, **given)
+        assert torch.equal(ours.generate(ids, past_key_values=cache, **given), want)
+
     with pytest.warns(UserWarning, match=reason):
-        first = ours.generate(ids, attention_mask=mask, past_key_values=cache, **knobs)
-    assert torch.equal(first, eager.generate(ids, attention_mask=mask, past_key_values=stock, **knobs))
+        same(ids, stock)
     cache.crop(-4)
     stock.crop(-4)
-    got = ours.generate(turn, attention_mask=longer, past_key_values=cache, **knobs)
-    assert torch.equal(got, eager.generate(turn, attention_mask=longer, past_key_values=stock, **knobs))
+    same(torch.cat([ids, ids[:, 20:]], 1), stock)
     assert cache.stats().as_dict()["stock_layers"] == [0, 1, 2, 3]
     cache.reset()
-    beams: dict[str, Any] = {"num_beams": 3, "do_sample": False, "max_new_tokens": 5, "attention_mask": mask}
-    want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **beams)
-    assert torch.equal(ours.generate(ids, past_key_values=cache, **beams), want)
-
-
-def test_some_layers_of_a_cache_may_be_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 4 has full attention with larger heads; here two layers of a Llama stand for such ones."""
-    from hf_offload.model import fallback
-
-    eager, ours = (tiny_model("llama", name) for name in ("eager", "hybrid_sparse"))
-    cache = HybridCache(ours, "scout", **SPLIT)
-    known = [layer for layer in cache.layers if isinstance(layer, HybridLayer)]
-
-    def odd(key: torch.Tensor, value: torch.Tensor) -> str | None:
-        first = next(layer for layer in known if not layer.is_initialized and layer in cache.layers)
-        return "odd" if first.index % 2 else None
-
-    monkeypatch.setattr(fallback, "unsuitable", odd)
-    ids, mask = prompt(3, 40)
-    knobs: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 20, "prefill_chunk_size": 16}
-    want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **knobs)
-    with pytest.warns(UserWarning, match=r"layers of LlamaForCausalLM \(1, 3\), because odd"):
-        assert torch.equal(ours.generate(ids, past_key_values=cache, **knobs), want)
-    assert cache.stats().as_dict()["stock_layers"] == [1, 3]
+    same(ids, DynamicCache(config=eager.config), num_beams=3)
 
 
 def fail(*_: Any) -> None:
@@ -99,17 +78,14 @@ def fail(*_: Any) -> None:
 
 
 def test_a_failed_first_forward_leaves_nothing_in_stock_layers() -> None:
-    model = build("deepseek_v3", "hybrid_sparse")
-    ids, mask = prompt(2, 40)
-    cache = HybridCache(model, "scout", **SCOUT)
-    with model.model.layers[2].register_forward_hook(fail), pytest.raises(ArithmeticError), torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+    model, (ids, mask) = build("deepseek_v3", "hybrid_sparse"), prompt(2, 40)
+    cache, stock = HybridCache(model, "scout", **SCOUT), DynamicCache(config=model.config)
+    with model.model.layers[2].register_forward_hook(fail), pytest.raises(ArithmeticError):
+        forward(model, cache, ids, mask, 0, 40)
     assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        with pytest.warns(UserWarning, match="keeps Transformers' own cache"):
-            got = model(ids, attention_mask=mask, past_key_values=cache).logits
-        want = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
-    assert torch.equal(got, want)
+    with pytest.warns(UserWarning, match="keeps Transformers' own cache"):
+        got = forward(model, cache, ids, mask, 0, 40)
+    assert torch.equal(got, forward(model, stock, ids, mask, 0, 40))
 
 
 def test_layers_with_linear_attention_do_not_repeat_a_failed_forward() -> None:
@@ -158,7 +134,7 @@ def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
 
 @pytest.mark.filterwarnings("ignore:HybridCache keeps Transformers' own cache")
 @pytest.mark.parametrize("way", ["fork", "save", "from_cache"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "llama", "mixed"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixed"])
 def test_stock_layers_go_along(family: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if family == "mixed":
         from hf_offload.cache import arrivals as fits

@@ -16,10 +16,8 @@ import pytest
 import torch
 from tiny import DEVICE, prompt, tiny_model
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -112,7 +110,10 @@ def test_layers_are_served_until_the_last_handle_is_closed() -> None:
 
 
 def test_a_refused_model_is_unchanged_and_a_handle_keeps_none_alive() -> None:
-    model = tiny_model("llama", "sdpa")
+    class Scaled(nn.Linear):
+        pass
+
+    model, own = tiny_model("llama", "sdpa"), nn.Linear(4, 4)
     with pytest.raises(ValueError, match="unknown"):
         enable(model, "no such policy")
     assert classes(model) == {nn.Linear}
@@ -122,17 +123,9 @@ def test_a_refused_model_is_unchanged_and_a_handle_keeps_none_alive() -> None:
     del model
     gc.collect()
     assert handle.layers == 0
-    handle.close()
-
-
-def test_other_kinds_of_layers_are_left_alone() -> None:
-    class Scaled(nn.Linear):
-        pass
-
-    own = nn.Linear(4, 4)
     own.forward = lambda x: x  # type: ignore[method-assign]
-    model = nn.ModuleList([Scaled(4, 4), own, nn.Bilinear(4, 4, 4)])
-    assert fast_linear(model).layers == 0
+    others = nn.ModuleList([Scaled(4, 4), own, nn.Bilinear(4, 4, 4)])
+    assert fast_linear(others).layers == 0
     assert type(own) is nn.Linear
 
 
@@ -184,11 +177,6 @@ def test_a_bias_of_another_kind_or_shape_is_left_to_torch(layer: nn.Linear, kern
     assert_follows(layer, kernel, 0)
     layer.weight = nn.Parameter(torch._neg_view(torch.randn(40, 48)), requires_grad=False)
     assert_follows(layer, kernel, 0)
-    held = nn.Linear(48, 40, bias=False).eval()
-    del held.bias
-    held.register_buffer("bias", torch.randn(40))
-    with fast_linear(held):
-        assert_follows(held, kernel, 0)
 
 
 def test_copies_are_served_with_weights_of_their_own(layer: nn.Linear, kernel: Counted) -> None:
@@ -270,43 +258,27 @@ def test_inputs_of_every_form(layer: nn.Linear, kernel: Counted) -> None:
 
 def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, kernel: Counted) -> None:
     want = stock(layer)
-    assert torch.equal(torch.func.vmap(layer)(X), want)
-    with torch.enable_grad():
-        assert layer(X).requires_grad
-    _, tangent = torch.func.jvp(layer, (X,), (X,))
-    torch.testing.assert_close(tangent, want - layer.bias, rtol=1e-5, atol=1e-5)
-    with torch.autograd.forward_ad.dual_level():
-        made = torch.autograd.forward_ad.make_dual(X, X)
-        assert torch.autograd.forward_ad.unpack_dual(layer(made)).tangent is not None
-    assert torch.equal(torch.jit.trace(layer, X, check_trace=False)(2 * X), stock(layer, 2 * X))
-    with FlopCounterMode(display=False) as counter:
-        layer(X)
-    assert counter.get_total_flops() == 2 * 6 * 48 * 40
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        layer(X)
-    assert seen
 
     class Twice(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = function(*args, **(kwargs or {}))
             return 2 * found if function is nn.functional.linear else found
 
+    assert torch.equal(torch.func.vmap(layer)(X), want)
+    with torch.enable_grad():
+        assert layer(X).requires_grad
+    tangent = torch.func.jvp(layer, (X,), (X,))[1]
+    torch.testing.assert_close(tangent, want - layer.bias, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.jit.trace(layer, X, check_trace=False)(2 * X), stock(layer, 2 * X))
+    with FlopCounterMode(display=False) as counter:
+        layer(X)
+    assert counter.get_total_flops() == 2 * 6 * 48 * 40
     with Twice():
         assert torch.equal(layer(X), 2 * want)
-    assert "linear" in make_fx(layer, pre_dispatch=True)(X).code
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(X).dtype == torch.bfloat16
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(X), want)
-    exported = torch.export.export(layer, (X,))
-    assert torch.equal(exported.module()(X), want)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(X), want)
+    assert torch.equal(torch.export.export(layer, (X,)).module()(X), want)
     assert kernel.products == 0
     with torch.device("cpu"):  # a function mode, too
         assert kernel.by(lambda: layer(X)) == 1
@@ -331,11 +303,10 @@ def test_tokens_of_a_real_model_are_those_of_stock_layers(
 ) -> None:
     model, tokenizer = smollm2
     ids = tokenizer("Once upon a time, in a country by the sea,", return_tensors="pt").input_ids
-    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     want = model.generate(ids, **arguments)
     with enabled(model, "full"):
-        assert kernel.by(lambda: None) == 0
         got = model.generate(ids, **arguments)
     assert torch.equal(got, want)
-    assert kernel.products == 39 * (30 * 7 + 1) + 1  # and the head for the prompt's last token
+    assert kernel.products == 9 * (30 * 7 + 1) + 1  # and the head for the prompt's last token
     assert classes(model) == {nn.Linear}

@@ -26,8 +26,6 @@ def test_divergence_by_hand() -> None:
     ("policy", "options", "tokens"),
     [
         ("full", {"resident": 64}, 310 - 64),  # what is not resident
-        ("full", {"resident": 64, "host": "fetch"}, 310 - 64),
-        ("window", {"budget": 128}, 0),
         ("window", {"budget": 128, "resident": 96}, 32),
         ("hgca", {"window": 64, "beta": 0.0}, 310 - 64),
     ],

@@ -16,22 +16,15 @@ from hf_offload import HybridCache
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="layers that lie on the CPU stand for a second device")
 
 KINDS = ("one memory", "another mirror")
+SCOUT: dict[str, Any] = {
+    "tier": "split", "block_size": 8, "resident": 64, "sinks": 8, "recent": 16, "synchronous_layers": (0,),
+    "attend_resident": "selected",
+}  # fmt: skip
 
 
 def mixed_cache(model: PreTrainedModel, kind: str, **knobs: Any) -> HybridCache:
     """A cache whose first two layers have two memories, as on a device, and whose others are of another kind."""
-    cache = HybridCache(
-        model,
-        "scout",
-        tier="split",
-        block_size=8,
-        resident=64,
-        sinks=8,
-        recent=16,
-        synchronous_layers=(0,),
-        attend_resident="selected",
-        **knobs,
-    )
+    cache = HybridCache(model, "scout", **SCOUT, **knobs)
     settings = dataclasses.replace(cache.settings, tier="one" if kind == "one memory" else "split", mirrors={})
     for layer in cache.layers[2:]:
         layer.settings = settings
@@ -52,10 +45,7 @@ def test_every_layer_decodes_where_it_lies(kind: str, lookahead: str) -> None:
         full = model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config), **knobs)
         assert torch.equal(out, full)
     elif kind == "another mirror":  # what is attended early is what is not resident, the same with one mirror
-        one = HybridCache(
-            model, "scout", tier="split", block_size=8, resident=64, sinks=8, recent=16, synchronous_layers=(0,),
-            lookahead=lookahead, budget=budget, attend_resident="selected",
-        )  # fmt: skip
+        one = HybridCache(model, "scout", **SCOUT, lookahead=lookahead, budget=budget)
         assert torch.equal(out, model.generate(ids, attention_mask=mask, past_key_values=one, **knobs))
     assert cache.stats().as_dict()["selection_overlap"] > 0
     tokens = cache.get_seq_length()
@@ -69,8 +59,7 @@ def test_every_layer_decodes_where_it_lies(kind: str, lookahead: str) -> None:
         assert torch.equal(second[::2], second[1::2])
 
 
-@pytest.mark.parametrize("policy", ["full", "scout", "fixed_hybrid"])
-@pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize(("policy", "tier"), [("full", "one"), ("scout", "split"), ("fixed_hybrid", "split")])
 def test_layers_that_share_keys_see_the_block_that_the_other_began(policy: str, tier: str) -> None:
     """Of two layers over the same tokens, one plans when a block is full and sealed, and goes on in the next."""
     config = Gemma3nTextConfig(

@@ -115,8 +115,6 @@ def test_a_capture_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch, tmp
     assert set(seen) == {(False, True)}
 
 
-
-
 def test_weights_that_nothing_brings_are_refused() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[1]
@@ -130,28 +128,21 @@ def test_weights_that_nothing_brings_are_refused() -> None:
         generate(model, MODES[1])
 
 
-def test_where_a_model_computes_is_where_its_weights_are_brought_to() -> None:
+def test_where_a_model_computes_is_where_its_weights_are_brought_to(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert spread.compute_devices(model) == {torch.device("cpu")}
-    assert not spread.on_device(model)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert spread.compute_devices(model) == {torch.device("cpu")}
+    assert not spread.on_device(model)
     hook = AlignDevicesHook(torch.device("cuda", 1), offload=True, weights_map={})
     add_hook_to_module(model[1], SequentialHook(hook))
     assert spread.compute_devices(model) == {torch.device("cpu"), torch.device("cuda", 1)}
     assert spread.on_device(model)
-
-
-@pytest.mark.parametrize(("given", "found"), [("cuda", ("cuda", 1)), ("cuda:0", ("cuda", 0)), ("cpu", ("cpu",))])
-def test_a_device_without_a_number_is_the_current_one(
-    monkeypatch: pytest.MonkeyPatch, given: str, found: tuple[Any, ...]
-) -> None:
-    """Tensors always name theirs, and are compared with it."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    layer = nn.Linear(4, 4, device="meta")
-    add_hook_to_module(layer, AlignDevicesHook(torch.device(given), offload=True, weights_map={}))
-    assert takeover.device_of(layer) == torch.device(*found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)  # tensors always name theirs, and are compared with it
+    for given, found in (("cuda", ("cuda", 1)), ("cuda:0", ("cuda", 0)), ("cpu", ("cpu",))):
+        layer = nn.Linear(4, 4, device="meta")
+        add_hook_to_module(layer, AlignDevicesHook(torch.device(given), offload=True, weights_map={}))
+        assert takeover.device_of(layer) == torch.device(*found)
 
 
 def test_a_prediction_for_a_layer_on_another_device_brings_the_positions_there() -> None:
@@ -165,33 +156,25 @@ def test_a_prediction_for_a_layer_on_another_device_brings_the_positions_there()
     assert query.shape == (1, 4, 1, 16)
 
 
-@pytest.mark.parametrize(
-    ("own", "launcher", "ranks", "want"),
-    [
+def test_cores_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, launcher, ranks, want in (
         (16, 16, None, 16),
-        (16, 16, "1", 16),
         (16, 16, "4", 4),  # all share all
         (4, 16, "4", 4),  # bound to cores of its own
         (8, 16, "4", 4),  # bound to a socket that two share
         (2, 2, "4", 1),
         (4, 1, "2", 2),  # started by somebody who is bound himself
-    ],
-)
-def test_cores_are_divided_among_local_ranks(
-    monkeypatch: pytest.MonkeyPatch, own: int, launcher: int, ranks: str | None, want: int
-) -> None:
-    monkeypatch.setattr(cores, "_allowed", lambda process: own if process == 0 else launcher)
-    monkeypatch.delenv(cores.LOCAL_RANKS, raising=False)
-    if ranks is not None:
-        monkeypatch.setenv(cores.LOCAL_RANKS, ranks)
-    assert cores.cores() == want
-
-
-@pytest.mark.parametrize("told", ["abc", "0", "-1", "9" * 5000])
-def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    monkeypatch.setenv(cores.LOCAL_RANKS, told)
-    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=.* is not a number of processes; .*, or unset it"):
-        cores.cores()
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(cores, "_allowed", lambda process, own=own, all_of=launcher: all_of if process else own)
+            patch.delenv(cores.LOCAL_RANKS, raising=False)
+            if ranks is not None:
+                patch.setenv(cores.LOCAL_RANKS, ranks)
+            assert cores.cores() == want
+    for told in ("abc", "0", "9" * 5000):
+        monkeypatch.setenv(cores.LOCAL_RANKS, told)
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=.* is not a number of processes; .*, or unset it"):
+            cores.cores()
 
 
 def test_threads_beside_a_model_on_a_device_are_those_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

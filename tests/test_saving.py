@@ -61,12 +61,9 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("hgca", "split", 19),
         ("fixed_hybrid", "split", 0),
         ("quest", "split", 19),
-        ("h2o", "one", 5),
-        ("infinigen", "split", 5),
         ("h2o", "split", 19),
+        ("infinigen", "split", 5),
         ("fluxion", "one", 5),
-        ("fluxion", "split", 19),
-        pytest.param("scout", "one", 5, marks=pytest.mark.slow),
     ],
 )
 def test_goes_on_bit_by_bit(
@@ -92,14 +89,11 @@ def test_goes_on_bit_by_bit(
     second.reset()
 
 
-@pytest.mark.parametrize("tier", ["one", "split"])
-def test_long_lists_of_kept_tokens_go_on_bit_by_bit(
-    models: dict[str, PreTrainedModel], tmp_path: Path, tier: str
-) -> None:
+def test_long_lists_of_kept_tokens_go_on_bit_by_bit(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
     """Lists that have grown are cut into as many parts when they are loaded."""
     model = models["llama"]
-    cache = HybridCache(model, "hgca", window=16, beta=0.0, block_size=16, tier=tier)
-    token, mask = begin(model, cache, 1, 900, 40)
+    cache = HybridCache(model, "hgca", window=16, beta=0.0, block_size=16, tier="split")
+    token, mask = begin(model, cache, 1, 900, 10)
     cache.save(tmp_path / "cache")
     loaded = HybridCache.load(tmp_path / "cache", model)
     want, got = (decode(model, one, token, mask, 5) for one in (cache, loaded))
@@ -119,18 +113,14 @@ def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTra
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="beside a device there are two memories")
-@pytest.mark.parametrize("lookahead", ["attend", "select"])
-def test_one_memory_goes_on_without_looking_ahead(
-    models: dict[str, PreTrainedModel], tmp_path: Path, lookahead: str
-) -> None:
+def test_one_memory_goes_on_without_looking_ahead(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
     model = models["llama"]
     knobs: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16, "block_size": 16, "synchronous_layers": (0,)}
-    cache = HybridCache(model, **knobs, lookahead=lookahead, **MEMORIES["split"])
+    cache = HybridCache(model, **knobs, lookahead="attend", **MEMORIES["split"])
     token, mask = begin(model, cache, 2, PROMPT)
     cache.save(tmp_path / "cache")
-    loaded = HybridCache.load(tmp_path / "cache", model, tier="one")
+    one, loaded = HybridCache(model, **knobs, tier="one"), HybridCache.load(tmp_path / "cache", model, tier="one")
     assert loaded.policy == replace(cache.policy, lookahead="off")
-    one = HybridCache(model, **knobs, tier="one")
     begin(model, one, 2, PROMPT)
     want, got = (decode(model, each, token, mask, 20) for each in (one, loaded))
     assert torch.equal(got[1], want[1])
@@ -142,9 +132,7 @@ OTHER_MEMORY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("full", {"block_size": 16, **MEMORIES["one"]}, MEMORIES["split"]),
     ("full", {"block_size": 16, **MEMORIES["split"]}, MEMORIES["one"]),
     ("hgca", {"block_size": 16, "window": 60, "tier": "one"}, {"tier": "split"}),  # the window says what is resident
-    ("hgca", {"block_size": 16, "window": 60, "tier": "split"}, {"tier": "one"}),
     ("full", BUDGET, {"resident": 256}),
-    ("full", BUDGET, {"device_budget": "40 blocks"}),
     ("full", BUDGET, {"tier": "one", "resident": None}),
 ]
 
@@ -164,7 +152,7 @@ def test_it_goes_on_in_other_memory(
 
 def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: Any) -> None:
     folder, token, mask = saved
-    model = models["llama"]
+    model, ids = models["llama"], prompt(2, 100, seed=9)[0]
     base = HybridCache.load(folder, model)
     forks = [base.fork() for _ in range(2)]
     want = decode(model, base, token, mask, 9)
@@ -173,13 +161,9 @@ def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: An
     forks[0].crop(-150)
     forks[0].reorder_cache(torch.tensor([1, 1]))
     assert forks[0].to_dynamic().get_seq_length() == PROMPT + 9 - 150
+    more = torch.cat([mask, mask.new_ones(2, 109)], 1)
     with torch.no_grad():  # a longer turn
-        ids, _ = prompt(2, 100, seed=9)
-        more = torch.cat([mask, mask.new_ones(2, 109)], 1)
-        base_logits, fork_logits = (
-            model(ids, attention_mask=more, past_key_values=one).logits for one in (base, forks[1])
-        )
-    assert torch.equal(base_logits, fork_logits)
+        assert torch.equal(*(model(ids, attention_mask=more, past_key_values=one).logits for one in (base, forks[1])))
 
 
 def test_the_files_are_safetensors(saved: Any) -> None:
@@ -237,7 +221,7 @@ def altered(folder: Path) -> None:
 QUEST = {"name": "quest", "knobs": {"budget": None, "samples": 64, "recent": 0}}
 OTHER_FORMAT = "saved in format {}, this version reads format 9"
 DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
-    *((cut(kind, share), r"not what was saved|invalid contents") for kind in FILES for share in (0, 0.01, 0.5, 0.999)),
+    *((cut(kind, share), r"not what was saved|invalid contents") for kind in FILES for share in (0, 0.01, 0.999)),
     *((lambda folder, kind=kind: file_of(folder, kind).unlink(), "not all of one") for kind in FILES),
     (altered, r"segment-\w+\.safetensors is not what was saved"),
     (rewritten(padding=lambda x: x[:0]), r"cache\.safetensors has invalid contents \(padding has shape"),
@@ -289,17 +273,15 @@ def test_a_flipped_bit_anywhere_is_noticed(
         data[place] = old
 
 
-@pytest.mark.parametrize("tier", MEMORIES)
 def test_an_altered_block_is_read_where_nobody_wants_to_know(
-    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, tier: str
+    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path
 ) -> None:
-    model, folder = models["llama"], tmp_path / "cache"
+    folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
     altered(folder)
-    cache = HybridCache.load(folder, model, verify=False, **MEMORIES[tier])
-    assert torch.isfinite(decode(model, cache, saved[1], saved[2], 1)[1]).all()
-    with pytest.raises(ValueError, match="verify=0 is not True or False"):
-        HybridCache.load(folder, model, verify=0)
+    for knobs in MEMORIES.values():
+        cache = HybridCache.load(folder, models["llama"], verify=False, **knobs)
+        assert torch.isfinite(decode(models["llama"], cache, *saved[1:], 1)[1]).all()
 
 
 def other_mlp() -> PreTrainedModel:
@@ -331,8 +313,12 @@ def test_another_model_is_refused(saved: Any, other: Callable[[], PreTrainedMode
 
 
 def test_knobs_on_which_the_blocks_depend_stay(models: dict[str, PreTrainedModel], saved: Any) -> None:
-    with pytest.raises(ValueError, match="block_size: a saved cache keeps its own"):
-        HybridCache.load(saved[0], models["llama"], block_size=32)
+    for knobs, told in (
+        ({"block_size": 32}, "block_size: a saved cache keeps its own"),
+        ({"verify": 0}, "verify=0 is not True or False"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            HybridCache.load(saved[0], models["llama"], **knobs)
     assert HybridCache.load(saved[0], models["llama"], threads=2).settings.worker.threads == 2
 
 
