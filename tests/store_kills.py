@@ -1,8 +1,8 @@
 """Processes that use a prefix store and are killed at random moments: what they leave gives no wrong token.
 
-A child reads documents in chunks, answers, saves and evicts, and says after each forward how much it has read. It is
-killed. Another child then opens the store: it must start, find all but one segment and one chunk of what was read, and
-give the tokens of a cache without a store. The policy is `full` in float32.
+A child reads documents in chunks, answers and saves, and says after each forward how much it has read. It is killed.
+Another child then opens the store: it must start, find all but one segment and one chunk of what was read, and give the
+tokens of a cache without a store. The policy is `full` in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import random
 import select
 import signal
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,14 @@ import hf_offload
 from hf_offload.files import entries
 from hf_offload.model.hooks import cache_argument
 
-ANSWER = 6
-SEGMENT, CHUNK = 64, 16
-MOST = 600_000  # bytes: about three chats
+ANSWER, SEGMENT, CHUNK = 6, 64, 16
 
 
 class Work:
     """A model and prompts for it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.number, self.lost = folder, 0, 0
-        self.found: hf_offload.prefix_store.Found | None = None
+        self.folder = folder
         self.model: Any = tiny_model("llama")
         generator = torch.Generator().manual_seed(0)
         documents, questions = (
@@ -45,9 +41,7 @@ class Work:
         self.prompts = [torch.cat(pair, 1) for pair in itertools.product(documents, questions)]
 
     def store(self) -> hf_offload.PrefixStore:
-        return hf_offload.PrefixStore(
-            self.folder, self.model, "full", max_bytes=MOST, min_seconds=0, segment_tokens=SEGMENT
-        )
+        return hf_offload.PrefixStore(self.folder, self.model, "full", min_seconds=0, segment_tokens=SEGMENT)
 
     def answer(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         return self.model.generate(
@@ -57,54 +51,24 @@ class Work:
 
     def use(self, pipe: int, order: random.Random) -> None:
         """Read and answer prompts without end; write prompt and tokens read to a pipe after each forward."""
-        store, self.found = self.store(), None
-        entries.evict = self.watched(pipe, entries.evict)
+        store = self.store()
         while True:
-            self.number = order.randrange(len(self.prompts))
-            ids = self.prompts[self.number]
-            with store.open(ids) as found:
-                kept, self.found = found.cache.after_forward, found
-                self.lost = max(found.tokens - self.on_disk(ids), 0)  # evicted, or not saved yet
+            number = order.randrange(len(self.prompts))
+            with store.open(self.prompts[number]) as found:
+                kept = found.cache.after_forward
                 assert kept is not None
 
-                def told(found: Any = found, kept: Any = kept) -> None:
-                    read = found.cache.get_seq_length() if self.lost < SEGMENT else 0
-                    os.write(pipe, f"{self.number} {read}\n".encode())
+                def told(found: Any = found, kept: Any = kept, number: int = number) -> None:
+                    os.write(pipe, f"{number} {found.cache.get_seq_length()}\n".encode())
                     kept()
 
                 found.cache.after_forward = told
                 found.read(chunk=CHUNK)
-                out = self.answer(ids, found.cache)
+                out = self.answer(self.prompts[number], found.cache)
                 if order.random() < 0.7:
                     found.keep(out)
-                self.found = None
             if order.random() < 0.3:
                 store.flush()
-
-    def watched(self, pipe: int, evict: Callable[..., list[Path]]) -> Callable[..., list[Path]]:
-        """`entries.evict`, which leaves what a prompt at work comes from, and may take what others have of it."""
-
-        def run(folder: Path, most: int, keep: Collection[Path], drop: Collection[Path] = ()) -> list[Path]:
-            found = self.found
-            saved = None if found is None or found._entry is None else found._entry.saved()
-            path = None if saved is None else saved.path
-            before, self.lost = self.lost, SEGMENT  # nothing is claimed meanwhile
-            os.write(pipe, f"{self.number} 0\n".encode())
-            removed = evict(folder, most, keep, drop)
-            if path in removed and path not in drop:
-                os._exit(3)
-            gone = 0 if found is None else found.tokens - self.on_disk(self.prompts[self.number])
-            self.lost = max(before, gone)
-            return removed
-
-        return run
-
-    def on_disk(self, ids: torch.Tensor) -> int:
-        """The number of a prompt's tokens that an entry on disk holds."""
-        have = [entries.read_tokens(path) for path in self.folder.glob("*/*") if path.is_dir()]
-        wanted = ids[0].numpy()
-        common = [(wanted[: len(each)] == each[: len(wanted)]).cumprod().sum() for each in have if each is not None]
-        return int(max(common, default=0))
 
     def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random) -> None:
         """After a kill: a prompt of which so many tokens had been read, and another one."""

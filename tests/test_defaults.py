@@ -18,6 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 
+Reference = tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]]
+
 PACKAGE = Path(hf_offload.__file__).parent
 DEFAULTS = ("float16", "bfloat16", "float64", "meta")
 """Default dtypes, and a default device on which no value can be read."""
@@ -96,16 +98,14 @@ def make(model: PreTrainedModel, policy: str, tier: str) -> hf_offload.HybridCac
 
 
 @pytest.fixture(scope="module")
-def llama() -> tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]]:
+def llama() -> Reference:
     """A model, and full attention's tokens and logits."""
     stock = tiny_model("llama", "sdpa")
     return tiny_model("llama"), decode_logits(stock, DynamicCache(config=stock.config), *prompt(3, 75), 38, STEPS)
 
 
 @pytest.mark.parametrize(("policy", "tier"), CASES)
-def test_no_tensor_of_the_default_dtype(
-    llama: tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]], policy: str, tier: str
-) -> None:
+def test_no_tensor_of_the_default_dtype(llama: Reference, policy: str, tier: str) -> None:
     """Nothing of a float32 model's cache is float16 because that is the default: quotients of counts, say."""
     model, want = llama
     with default("float16"), Watch(torch.float16) as watch:
@@ -127,9 +127,7 @@ def test_no_tensor_of_the_default_dtype(
         ("meta", "h2o", "split"),
     ],
 )
-def test_other_defaults(
-    llama: tuple[PreTrainedModel, tuple[torch.Tensor, torch.Tensor]], name: str, policy: str, tier: str, tmp_path: Path
-) -> None:
+def test_other_defaults(llama: Reference, name: str, policy: str, tier: str, tmp_path: Path) -> None:
     model, want = llama
     with default(name):
         cache = make(model, policy, tier)

@@ -8,7 +8,7 @@ import forging
 import pytest
 from forks import in_fork
 
-QUICK = ("scout-split", "hgca-split", "full-int8-one", "linear-one", "predictor", "profile")
+QUICK = ("scout-split", "hgca-split", "full-int8-one", "linear-one", "predictor")
 OTHERS = (
     "scout-one", "scout-attend-split", "scout-quest-int8-one", "full-int8-split", "window-split", "quest-split",
     "hgca-one", "hgca-int8-one", "fixed_hybrid-split", "fluxion-one", "fluxion-split", "h2o-split", "infinigen-one",

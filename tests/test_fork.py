@@ -21,6 +21,8 @@ from hf_offload.blocks import digests
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.hgca.token_mass import TokenMass
 
+Models = dict[str, PreTrainedModel]
+
 BLOCK = 16
 PROMPT = 205
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
@@ -63,7 +65,7 @@ def pool_bytes(*caches: HybridCache) -> int:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
+def models() -> Models:
     return {family: tiny_model(family) for family in ("llama", "gemma3")}
 
 
@@ -98,7 +100,7 @@ def models() -> dict[str, PreTrainedModel]:
         ),
     ],
 )
-def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], case: str, tier: str, when: int) -> None:
+def test_every_cache_goes_on_as_one_alone(models: Models, case: str, tier: str, when: int) -> None:
     model = models["gemma3" if case == "scout" else "llama"]
     ids, mask = prompt(2, PROMPT)
     alone, cache = make(model, case, tier), make(model, case, tier)
@@ -135,7 +137,7 @@ HOLDERS: dict[str, tuple[Callable[[HybridCache], Any], Callable[[Any], HybridCac
 
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(("case", "tier"), [("scout", "one"), ("scout-attend", "split")])
-def test_a_deep_copy_is_a_fork(models: dict[str, PreTrainedModel], case: str, tier: str, holder: str) -> None:
+def test_a_deep_copy_is_a_fork(models: Models, case: str, tier: str, holder: str) -> None:
     """As Transformers' guide reuses the cache of a prompt."""
     hold, held = HOLDERS[holder]
     model, (ids, mask) = models["llama"], prompt(2, PROMPT)
@@ -156,7 +158,7 @@ def test_a_deep_copy_is_a_fork(models: dict[str, PreTrainedModel], case: str, ti
         assert torch.equal(got[1], want[1])
 
 
-def test_threads_may_copy_one_cache_at_once(models: dict[str, PreTrainedModel]) -> None:
+def test_threads_may_copy_one_cache_at_once(models: Models) -> None:
     """As a server does with the cache of its system prompt."""
     model, (ids, mask) = models["llama"], prompt(2, PROMPT)
     cache = make(model, "scout", "one")
@@ -189,7 +191,7 @@ def test_a_copy_beside_its_model_is_of_the_copied_model() -> None:
         copy.deepcopy(cache.layers)
 
 
-def test_a_deep_copy_of_an_empty_cache_is_empty(models: dict[str, PreTrainedModel]) -> None:
+def test_a_deep_copy_of_an_empty_cache_is_empty(models: Models) -> None:
     cache = make(models["llama"], "scout", "one")
     copied = copy.deepcopy(cache)
     ids, mask = prompt(2, PROMPT)
@@ -201,7 +203,7 @@ def test_a_deep_copy_of_an_empty_cache_is_empty(models: dict[str, PreTrainedMode
     ("case", "tier"),
     [("scout", "one"), ("hgca", "split"), pytest.param("scout-attend-int8", "split", marks=pytest.mark.slow)],
 )
-def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
+def test_what_only_a_fork_holds_is_freed_with_it(models: Models, case: str, tier: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, 2000)
     cache = make(model, case, tier)
@@ -232,7 +234,7 @@ def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedMod
 
 
 @pytest.mark.parametrize("case", ["full-int8", "scout", "hgca"])
-def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel], case: str) -> None:
+def test_a_fork_may_be_cropped_and_reordered(models: Models, case: str) -> None:
     model = models["llama"]
     ids, mask = prompt(2, PROMPT)
     cache, alone = make(model, case, "one"), make(model, case, "one")
@@ -251,7 +253,7 @@ def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel],
 
 
 @pytest.mark.parametrize("case", ["scout", "hgca"])
-def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrainedModel], case: str) -> None:
+def test_padding_that_one_learns_of_is_not_the_others(models: Models, case: str) -> None:
     model = models["llama"]
     ids, _ = prompt(1, PROMPT)
     mask = torch.ones_like(ids)
@@ -267,7 +269,7 @@ def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrain
 
 
 @pytest.mark.parametrize("tokens", [5, 40])
-def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrainedModel], tokens: int) -> None:
+def test_a_short_prompt_leaves_each_its_own_statistics(models: Models, tokens: int) -> None:
     """Before there is a digest nothing is fixed: what one fork seals first is not the measure of the other's keys."""
     model = models["llama"]
     ids, mask = prompt(1, tokens)
@@ -280,9 +282,7 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     assert torch.equal(got[1], want[1])
 
 
-def test_statistics_of_one_fork_change_no_digest_of_another(
-    models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_of_one_fork_change_no_digest_of_another(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks share full blocks without digests. Each then has statistics, and digests of these blocks, of its own."""
     monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
     model, (ids, mask) = models["llama"], prompt(1, 50)
@@ -308,7 +308,7 @@ def test_statistics_of_one_fork_change_no_digest_of_another(
         ("hgca", "one"),
     ],
 )
-def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
+def test_forks_run_in_threads_of_their_own(models: Models, case: str, tier: str) -> None:
     model = models["llama"]
     ids, mask = prompt(1, PROMPT)
     cache = make(model, case, tier)
@@ -329,7 +329,7 @@ def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], c
         assert torch.equal(mine[1], theirs[1])
 
 
-def test_generate_answers_from_a_fork(models: dict[str, PreTrainedModel]) -> None:
+def test_generate_answers_from_a_fork(models: Models) -> None:
     """As in the README: the document is taken in once, every question with the document before it."""
     model = models["llama"]
     document, _ = prompt(1, 100)

@@ -15,6 +15,8 @@ from hf_offload import HybridCache
 from hf_offload.cache.layer import HybridLayer
 from walk import configs
 
+Models = dict[str, PreTrainedModel]
+
 TYPES = ("qwen3_next", "qwen3_5_text", "nemotron_h", "lfm2", "olmo_hybrid")
 KINDS: dict[str, dict[str, Any]] = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
 TIERS: dict[str, dict[str, Any]] = {
@@ -39,7 +41,7 @@ def build(model_type: str, attn_implementation: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
+def models() -> Models:
     return {model_type: build(model_type, "hybrid_sparse") for model_type in TYPES}
 
 
@@ -58,7 +60,7 @@ def begun(model: PreTrainedModel, tier: str) -> HybridCache:
 
 
 @every_type
-def test_tokens_are_those_of_the_stock_cache(models: dict[str, PreTrainedModel], model_type: str) -> None:
+def test_tokens_are_those_of_the_stock_cache(models: Models, model_type: str) -> None:
     """A covering budget: the tokens of sdpa and `DynamicCache`, and logits within rounding."""
     model, stock = models[model_type], build(model_type, "sdpa")
     ids, mask = prompt(2, LENGTH)[0].clamp(min=3), torch.ones(2, LENGTH, dtype=torch.long)
@@ -77,7 +79,7 @@ def test_tokens_are_those_of_the_stock_cache(models: dict[str, PreTrainedModel],
 @every_type
 @tiers
 def test_forks_files_and_rows_go_on_and_a_crop_is_refused(
-    models: dict[str, PreTrainedModel], model_type: str, tier: str, tmp_path: Path
+    models: Models, model_type: str, tier: str, tmp_path: Path
 ) -> None:
     """Transformers' layers with linear attention can reorder their rows alone, and no state can be cropped."""
     model = models[model_type]
@@ -99,7 +101,7 @@ def test_forks_files_and_rows_go_on_and_a_crop_is_refused(
 
 
 @tiers
-def test_drafts_where_the_layers_can(models: dict[str, PreTrainedModel], tier: str) -> None:
+def test_drafts_where_the_layers_can(models: Models, tier: str) -> None:
     """Convolutions record what they forget while drafts are verified; other states Transformers itself refuses."""
     ids, knobs = prompt(1, 60)[0].clamp(min=3), {"max_new_tokens": 30, "do_sample": False}
     for model_type in TYPES:

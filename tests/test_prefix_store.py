@@ -28,6 +28,8 @@ from hf_offload import HybridCache, PrefixStore, prefix_store
 from hf_offload.files import entries, saving, segments
 from hf_offload.model.hooks import cache_argument
 
+Models = dict[str, PreTrainedModel]
+
 SIZE = 16
 LINEAR = {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 16, "value_head_dim": 16}
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +43,7 @@ Make = Callable[..., PrefixStore]
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
+def models() -> Models:
     sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
     linear = {f"linear_{name}": size for name, size in LINEAR.items()}
     kinds = ["linear_attention"] * 3 + ["full_attention"]
@@ -52,7 +54,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 @pytest.fixture
-def model(models: dict[str, PreTrainedModel]) -> PreTrainedModel:
+def model(models: Models) -> PreTrainedModel:
     return models["llama"]
 
 
@@ -179,7 +181,7 @@ def test_the_longest_common_prefix_is_found_and_two_tokens_are_left(make: Make, 
 
 @pytest.mark.parametrize(("family", "again"), [("gemma3", "disk"), ("qwen3_5", "ram"), ("qwen3_5", "disk")])
 def test_models_that_cannot_crop_continue_from_whole_entries(
-    make: Make, models: dict[str, PreTrainedModel], family: str, again: str
+    make: Make, models: Models, family: str, again: str
 ) -> None:
     model, first = models[family], ids(300)
     store = make(model=model)
@@ -195,7 +197,7 @@ def test_models_that_cannot_crop_continue_from_whole_entries(
 
 
 def test_a_model_that_cannot_crop_finds_what_was_read_and_eight_turns(
-    make: Make, models: dict[str, PreTrainedModel], tmp_path: Path
+    make: Make, models: Models, tmp_path: Path
 ) -> None:
     store, prompt = make(model=models["gemma3"]), ids(100)
     with store.open(prompt) as found:
@@ -594,7 +596,7 @@ def test_the_folder_of_something_else_is_left_alone(make: Make, tmp_path: Path) 
     assert all("thesis" not in str(entry.path) for entry in entries.list_entries(tmp_path))
 
 
-def test_blocks_that_end_early_raise_what_the_user_raised(make: Make, models: dict[str, PreTrainedModel]) -> None:
+def test_blocks_that_end_early_raise_what_the_user_raised(make: Make, models: Models) -> None:
     for model in models.values():
         store = make(model=model)
         with store.open(ids(30)):

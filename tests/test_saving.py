@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_offload import Field, HybridCache
 
+Models = dict[str, PreTrainedModel]
 PROMPT = 205
 MEMORIES: dict[str, dict[str, Any]] = {"one": ONE_MEMORY, "split": {"tier": "split", "resident": 128}}
 FILES = ("cache", "segment", "tail")
@@ -33,13 +34,13 @@ def file_of(folder: Path, kind: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
+def models() -> Models:
     found = {family: tiny_model(family) for family in ("llama", "gemma3")}
     return found | {"linear": build("qwen3_next", "hybrid_sparse")}
 
 
 @pytest.fixture(scope="module")
-def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+def saved(models: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """A folder with a cache, and the token and mask that follow."""
     folder = tmp_path_factory.mktemp("saved") / "cache"
     cache = make(models["llama"], "scout", "one")
@@ -66,9 +67,7 @@ def saved(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
         ("fluxion", "one", 5),
     ],
 )
-def test_goes_on_bit_by_bit(
-    models: dict[str, PreTrainedModel], tmp_path: Path, case: str, tier: str, steps: int
-) -> None:
+def test_goes_on_bit_by_bit(models: Models, tmp_path: Path, case: str, tier: str, steps: int) -> None:
     model = models["gemma3" if case == "scout" else "linear" if case == "window" else "llama"]
     cache = make(model, case, tier)
     token, mask = begin(model, cache, 2, PROMPT, steps)
@@ -89,7 +88,7 @@ def test_goes_on_bit_by_bit(
     second.reset()
 
 
-def test_long_lists_of_kept_tokens_go_on_bit_by_bit(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+def test_long_lists_of_kept_tokens_go_on_bit_by_bit(models: Models, tmp_path: Path) -> None:
     """Lists that have grown are cut into as many parts when they are loaded."""
     model = models["llama"]
     cache = HybridCache(model, "hgca", window=16, beta=0.0, block_size=16, tier="split")
@@ -100,7 +99,7 @@ def test_long_lists_of_kept_tokens_go_on_bit_by_bit(models: dict[str, PreTrained
     assert torch.equal(got[1], want[1])
 
 
-def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+def test_int8_with_two_memories_goes_on_up_to_its_codes(models: Models, tmp_path: Path) -> None:
     """A slot may hold a block as it was before it was packed; after loading it holds what the codes say."""
     model = models["llama"]
     cache = make(model, "full-int8", "split")
@@ -113,7 +112,7 @@ def test_int8_with_two_memories_goes_on_up_to_its_codes(models: dict[str, PreTra
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="beside a device there are two memories")
-def test_one_memory_goes_on_without_looking_ahead(models: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+def test_one_memory_goes_on_without_looking_ahead(models: Models, tmp_path: Path) -> None:
     model = models["llama"]
     knobs: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16, "block_size": 16, "synchronous_layers": (0,)}
     cache = HybridCache(model, **knobs, lookahead="attend", **MEMORIES["split"])
@@ -140,7 +139,7 @@ OTHER_MEMORY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.skipif(DEVICE != "cpu", reason="beside a device there are two memories")
 @pytest.mark.parametrize(("policy", "knobs", "given"), OTHER_MEMORY)
 def test_it_goes_on_in_other_memory(
-    models: dict[str, PreTrainedModel], tmp_path: Path, policy: str, knobs: dict[str, Any], given: dict[str, Any]
+    models: Models, tmp_path: Path, policy: str, knobs: dict[str, Any], given: dict[str, Any]
 ) -> None:
     cache = HybridCache(models["llama"], policy, **knobs)
     token, mask = begin(models["llama"], cache, 2, PROMPT, 3)
@@ -150,7 +149,7 @@ def test_it_goes_on_in_other_memory(
     assert_equal(got, want)
 
 
-def test_a_loaded_cache_is_a_cache(models: dict[str, PreTrainedModel], saved: Any) -> None:
+def test_a_loaded_cache_is_a_cache(models: Models, saved: Any) -> None:
     folder, token, mask = saved
     model, ids = models["llama"], prompt(2, 100, seed=9)[0]
     base = HybridCache.load(folder, model)
@@ -238,7 +237,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.mark.parametrize(("damage", "told"), DAMAGES)
 def test_a_damaged_folder_is_refused(
-    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, damage: Callable[[Path], Any], told: str
+    models: Models, saved: Any, tmp_path: Path, damage: Callable[[Path], Any], told: str
 ) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
@@ -250,9 +249,7 @@ def test_a_damaged_folder_is_refused(
 
 @pytest.mark.parametrize("case", ["scout", "full-int8"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_is_noticed(
-    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path, name: str, case: str
-) -> None:
+def test_a_flipped_bit_anywhere_is_noticed(models: Models, saved: Any, tmp_path: Path, name: str, case: str) -> None:
     folder, model = tmp_path / "cache", models["llama"]
     if case == "scout":
         shutil.copytree(saved[0], folder)
@@ -273,9 +270,7 @@ def test_a_flipped_bit_anywhere_is_noticed(
         data[place] = old
 
 
-def test_an_altered_block_is_read_where_nobody_wants_to_know(
-    models: dict[str, PreTrainedModel], saved: Any, tmp_path: Path
-) -> None:
+def test_an_altered_block_is_read_where_nobody_wants_to_know(models: Models, saved: Any, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(saved[0], folder)
     altered(folder)
@@ -312,7 +307,7 @@ def test_another_model_is_refused(saved: Any, other: Callable[[], PreTrainedMode
         HybridCache.load(saved[0], other())
 
 
-def test_knobs_on_which_the_blocks_depend_stay(models: dict[str, PreTrainedModel], saved: Any) -> None:
+def test_knobs_on_which_the_blocks_depend_stay(models: Models, saved: Any) -> None:
     for knobs, told in (
         ({"block_size": 32}, "block_size: a saved cache keeps its own"),
         ({"verify": 0}, "verify=0 is not True or False"),
@@ -327,7 +322,7 @@ def test_knobs_on_which_the_blocks_depend_stay(models: dict[str, PreTrainedModel
 
 @pytest.mark.parametrize(("case", "tier"), [("h2o", "one"), ("scout", "split")])
 def test_what_no_load_would_read_is_not_saved(
-    models: dict[str, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, tier: str
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, tier: str
 ) -> None:
     model = models["llama"]
     cache = make(model, case, tier)

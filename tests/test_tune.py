@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hf_offload.cli import app
 from hf_offload.files.fingerprint import likeness
 from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
 from hf_offload.policies.registry import POLICIES
-from hf_offload.tools import assets
+from hf_offload.tools import assets, measuring
 from hf_offload.tools.measuring import cost, read
 from hf_offload.tools.tune import Trial, Tuning, tune
 
@@ -59,28 +60,41 @@ def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None
     assert "settings stay below a KL of 0.5" in found.why
 
 
-def test_two_memories_try_fetching_and_recalls(ladders: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[tuple[str, dict[str, Any]]] = []
+@pytest.fixture
+def kl_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[str, Any]], float]], None]:
+    """Trials are not run: a function of the options gives the KL; fewer samples or Scout are quicker."""
 
-    def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
-        tried.append((policy, options))
-        kl = 0.0 if policy == "full" else 1 / options["budget"]
-        return Trial(policy, options, kl, 0.0, kl, 1.0, {"scout": 1.0}.get(policy, 2.0), 5.0, 7)
+    def set_kl(kl: Callable[[dict[str, Any]], float]) -> None:
+        def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
+            found = 0.0 if policy == "full" else kl(options)
+            seconds = options["samples"] / 1000 if "samples" in options else 1.0 if policy == "scout" else 2.0
+            return Trial(policy, options, found, 0.0, found, 1.0, seconds, None, 7)
 
-    monkeypatch.setattr(tuning, "_trial", fake)
-    monkeypatch.setattr(tuning, "_time", lambda *_: None)
+        monkeypatch.setattr(tuning, "_trial", fake)
+        monkeypatch.setattr(tuning, "_time", lambda *_: None)
+
+    return set_kl
+
+
+def test_two_memories_try_fetching_and_recalls(ladders: None, kl_of: Any) -> None:
+    kl_of(lambda options: 1 / options["budget"])
     found = tune(tiny_model("llama"), prompt(1, 500)[0], 1 / 100, tier="split", **SMALL)
-    split = {"tier": "split"}
-    scouts = [options for policy, options in tried if policy == "scout"]
-    budgets = [options["budget"] for options in scouts]
-    assert budgets[:2] == [128, 96]  # halved: the middle is near enough, what is below it is not
-    assert min(trial.options["budget"] for trial in found.trials if trial.policy == "scout" and trial.kl <= 0.01) == 128
-    assert {"budget": 128, "recent": 0, "block_size": 16, **split} in scouts
-    assert {"budget": 128, "recent": 0, "recall": 8, **split} in scouts
-    assert ("quest", {"budget": 176, **split}) in tried
-    assert not any(policy == "fixed_hybrid" and "block_size" in options for policy, options in tried)
+    tried = [(trial.policy, {**trial.options, "tier": None}) for trial in found.trials]
+    for more in ({}, {"block_size": 16}, {"recall": 8}):
+        assert ("scout", {"budget": 128, "recent": 0, "tier": None, **more}) in tried
+    assert ("quest", {"budget": 176, "tier": None}) in tried
+    met = [trial.options["budget"] for trial in found.trials if trial.policy == "scout" and trial.kl <= 0.01]
+    assert min(met) == 128
     assert found.chosen.policy == "scout"
     assert "next comes" in found.why
+
+
+def test_the_smallest_number_of_samples_is_found(kl_of: Any) -> None:
+    kl_of(lambda options: 0.7 / options.get("samples", 0.7))
+    found = tune(tiny_model("llama"), prompt(1, 500)[0], 0.003, **SMALL)
+    met = [trial.options["samples"] for trial in found.trials if "samples" in trial.options and trial.meets(0.003)]
+    assert min(met) == 256
+    assert (found.chosen.policy, found.chosen.options["samples"]) == ("scout", 256)
 
 
 @pytest.mark.slow
@@ -110,19 +124,6 @@ def test_every_setting_around_every_rung_makes_a_cache() -> None:
             )
             for options in tried:
                 HybridCache(model, policy, **options)
-
-
-def test_the_smallest_number_of_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
-        kl = 0.7 / options["samples"] if "samples" in options else 0.0 if policy == "full" else 1.0
-        return Trial(policy, options, kl, 0.0, kl, 1.0, options.get("samples", 9999) / 1000, None, 7)
-
-    monkeypatch.setattr(tuning, "_trial", fake)
-    monkeypatch.setattr(tuning, "_time", lambda *_: None)
-    found = tune(tiny_model("llama"), prompt(1, 500)[0], 0.003, **SMALL)
-    met = [trial.options["samples"] for trial in found.trials if "samples" in trial.options and trial.meets(0.003)]
-    assert min(met) == 256
-    assert (found.chosen.policy, found.chosen.options["samples"]) == ("scout", 256)
 
 
 def measured(policy: str, seconds: float = 1.0, device: int = 1, kl: float = 0.001, error: float = 0.0) -> Trial:
@@ -178,3 +179,40 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     assert re.search(r"HybridCache\(model, \"\w+\"", result.output)
     assert "On the text that was held out" in result.output
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
+
+
+def test_divergence_by_hand() -> None:
+    full = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
+    mine = torch.tensor([[0.2, 0.6, 0.2], [0.1, 0.1, 0.8]]).log()
+    kl, top = measuring.divergence(mine, full)
+    want = 0.5 * torch.tensor(0.5 / 0.2).log() + 0.3 * torch.tensor(0.3 / 0.6).log()
+    torch.testing.assert_close(kl, torch.stack([want, torch.tensor(0.0)]))
+    assert top == 0.5
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "tokens"),
+    [
+        ("full", {"resident": 64}, 310 - 64),  # what is not resident
+        ("window", {"budget": 128, "resident": 96}, 32),
+        ("hgca", {"window": 64, "beta": 0.0}, 310 - 64),
+    ],
+)
+def test_bytes_of_the_host(policy: str, options: dict[str, Any], tokens: int) -> None:
+    """Around the middle of the steps 310 tokens are cached; blocks are whole."""
+    model = tiny_model("llama")
+    reading = measuring.read(model, prompt(1, 320)[0], 20)
+    found = measuring.cost(model, policy, {"tier": "split", "block_size": 16, **options}, reading)
+    assert found.host_bytes == pytest.approx(tokens * TOKEN, abs=24 * TOKEN)
+    assert len(found.kl) == 20
+    if policy in ("full", "hgca"):
+        assert found.kl.max() < 1e-5
+        assert found.top1 == 1
+    one = measuring.cost(model, policy, {"block_size": 16, **options} | {"tier": "one"}, reading)
+    assert one.host_bytes is None
+    torch.testing.assert_close(one.kl, found.kl, atol=1e-4, rtol=1e-3)
