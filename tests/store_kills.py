@@ -55,11 +55,13 @@ class Work:
         while True:
             number = order.randrange(len(self.prompts))
             with store.open(self.prompts[number]) as found:
+                lost = found.tokens - self.on_disk(self.prompts[number])  # not saved yet
                 kept = found.cache.after_forward
                 assert kept is not None
 
-                def told(found: Any = found, kept: Any = kept, number: int = number) -> None:
-                    os.write(pipe, f"{number} {found.cache.get_seq_length()}\n".encode())
+                def told(found: Any = found, kept: Any = kept, number: int = number, lost: int = lost) -> None:
+                    read = found.cache.get_seq_length() if lost < SEGMENT else 0
+                    os.write(pipe, f"{number} {read}\n".encode())
                     kept()
 
                 found.cache.after_forward = told
@@ -69,6 +71,13 @@ class Work:
                     found.keep(out)
             if order.random() < 0.3:
                 store.flush()
+
+    def on_disk(self, ids: torch.Tensor) -> int:
+        """The number of a prompt's tokens that an entry on disk holds."""
+        have = [entries.read_tokens(path) for path in self.folder.glob("*/*") if path.is_dir()]
+        wanted = ids[0].numpy()
+        common = [(wanted[: len(each)] == each[: len(wanted)]).cumprod().sum() for each in have if each is not None]
+        return int(max(common, default=0))
 
     def check(self, number: int, read: int, want: list[torch.Tensor], order: random.Random) -> None:
         """After a kill: a prompt of which so many tokens had been read, and another one."""

@@ -67,8 +67,19 @@ def test_a_gguf_file_is_unpacked_into_bfloat16():
     file = assets.find_smollm2()
     model, tokenizer = assets.load_demo_model(str(file))
     assert model.dtype == torch.bfloat16
-    assert type(model.lm_head) is torch.nn.Linear
     assert assets.load_config(str(file)).num_hidden_layers == 30
+    says_paris(model, tokenizer)
+
+
+def test_smollm2_loads_dense_in_evaluation_mode(smollm2):
+    model, tokenizer = smollm2
+    assert not model.training
+    assert model.dtype == torch.float32
+    says_paris(model, tokenizer)
+
+
+def says_paris(model, tokenizer):
+    assert type(model.lm_head) is type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
@@ -110,14 +121,3 @@ def test_found_in():
     needle = assets.Needle(torch.zeros(1, 1, dtype=torch.int64), "7482915")
     assert all(map(needle.found_in, ("It is 7482915.", "7,482,915", "748-2915")))
     assert not any(map(needle.found_in, ("7482916", "17482915", "74829150", "")))
-
-
-def test_smollm2_loads_dense_in_evaluation_mode(smollm2):
-    model, tokenizer = smollm2
-    assert not model.training
-    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
-    assert model.dtype == torch.float32
-    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
-    with torch.inference_mode():
-        following = model(ids).logits[0, -1].argmax()
-    assert tokenizer.decode(following).strip() == "Paris"

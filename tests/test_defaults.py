@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from pathlib import Path
@@ -24,46 +23,8 @@ PACKAGE = Path(hf_offload.__file__).parent
 DEFAULTS = ("float16", "bfloat16", "float64", "meta")
 """Default dtypes, and a default device on which no value can be read."""
 
-# --- the rule --------------------------------------------------------------------------------------------------------
-
-WHOLE = {"arange", "randperm"}  # int64 for whole numbers, whatever the default
-OF_AN_ARGUMENT = {"as_tensor", "asarray"}  # their dtype is that of what they are given
-FACTORIES = WHOLE | OF_AN_ARGUMENT | {
-    "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
-    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
-}  # fmt: skip
-
-
-def missing(call: ast.Call) -> set[str]:
-    """Which of dtype and device a call does not state, if it makes a tensor or a layer of a network."""
-    path = ast.unparse(call.func).split(".")
-    stated = {keyword.arg for keyword in call.keywords}
-    if None in stated:  # **options
-        return set()
-    if path == ["torch", "Generator"]:
-        return set() if call.args else {"device"}
-    if path[:-1] == ["torch"] and path[-1] in FACTORIES:
-        return ({"device"} if path[-1] in WHOLE | OF_AN_ARGUMENT else {"dtype", "device"}) - stated
-    made = path[:-1] in (["nn"], ["torch", "nn"]) and path[-1][0].isupper() and path[-1] not in ("Module", "ModuleList")
-    return {"dtype", "device"} - stated if made else set()
-
-
-def test_every_tensor_says_its_dtype_and_device() -> None:
-    for source, wants in (("torch.zeros(3)", 2), ("torch.arange(3)", 1), ("nn.Linear(1, 2)", 2), ("a.zeros(3)", 0)):
-        (call,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-        assert len(missing(call)) == wants
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and missing(node):
-                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {', '.join(sorted(missing(node)))}")
-    assert not found
-
-
 STEPS = 8
 """Of which the fifth fills a block."""
-
-# --- what a step makes -----------------------------------------------------------------------------------------------
 
 
 class Watch(TorchFunctionMode):

@@ -70,17 +70,6 @@ def test_generate_uses_a_fresh_cache(model: PreTrainedModel, mode: dict[str, Any
     assert traces(model) == before
 
 
-def test_drafts_by_lookup_and_by_an_assistant(model: PreTrainedModel) -> None:
-    assistant = tiny_model("llama", "sdpa", seed=1)
-    want = generate(model, 1).sequences
-    for other in (model, assistant):
-        enable(other, **COVERING)
-    for arguments in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
-        out = generate(model, 1, **arguments)
-        assert torch.equal(out.sequences, want)
-        assert type(out.past_key_values) is HybridCache
-
-
 def test_what_the_caller_asks_for_is_respected(model: PreTrainedModel) -> None:
     enable(model, **COVERING)
     mine = HybridCache(model, "full")
@@ -114,47 +103,33 @@ def test_enabling_again_replaces(model: PreTrainedModel) -> None:
 
 def test_threads_share_a_block_or_are_refused(model: PreTrainedModel) -> None:
     before, entered, leave = traces(model), threading.Barrier(3), threading.Event()
-    found: dict[str, Any] = {}
 
-    def request(name: str) -> None:
+    def request() -> Any:
         with enabled(model, **COVERING):
             entered.wait(10)
-            found[name] = generate(model)
+            found = generate(model)
             leave.wait(10)
-        found[f"{name} after"] = type(model.__dict__.get("_prepare_cache_for_generation"))
+        return found
 
     with ThreadPoolExecutor(2) as pool:
-        requests = [pool.submit(request, name) for name in ("one", "other")]
+        requests = [pool.submit(request) for _ in range(2)]
         entered.wait(10)
         for refused in (lambda: disable(model), lambda: enable(model), lambda: enabled(model, "full").__enter__()):
             with pytest.raises(ValueError, match=r"cannot (en|dis)able this LlamaForCausalLM: thread \d+ is within"):
                 refused()
         with enabled(model, **COVERING):  # beside theirs
             leave.set()
-            for done in requests:
-                done.result(10)
+            found = [done.result(10) for done in requests]
             assert type(generate(model).past_key_values) is HybridCache
-    assert all(type(found[name].past_key_values) is HybridCache for name in ("one", "other"))
-    assert torch.equal(found["one"].sequences, found["other"].sequences)
-    found.clear()
-    assert traces(model) == before
-    enable(model, "full")
-    nested = enabled(model, "full"), enabled(model, "window", budget=64)  # one thread may nest
-    with nested[0], nested[1], ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="is within"):
-        pool.submit(enabled(model, "window", budget=64).__enter__).result(10)
-    assert generate(model).past_key_values.policy.name == "full"
-    disable(model)
+    assert all(type(one.past_key_values) is HybridCache for one in found)
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    del found, requests
     assert traces(model) == before
 
 
 def test_knobs_are_checked_at_once_and_failures_leave_no_trace(model: PreTrainedModel) -> None:
     before = traces(model)
-    for policy, knobs, message in (
-        ("scout", {"budget": 8}, "budget=8"),
-        ("scout", {"bugdet": 8}, "bugdet"),
-        ("scout", {"block_size": 7}, "block_size=7"),
-        ("best", {}, "'best'"),
-    ):
+    for policy, knobs, message in (("scout", {"budget": 8}, "budget=8"), ("best", {}, "'best'")):
         with pytest.raises(ValueError, match=message):
             enable(model, policy, **knobs)
         assert traces(model) == before

@@ -14,7 +14,6 @@ from breaking import (
     Broken,
     Nth,
     host_memory,
-    importers,
     interruptions,
     memory_of_lists,
     tokens,
@@ -166,23 +165,6 @@ def test_memory_that_nobody_wrote_is_never_read(monkeypatch: pytest.MonkeyPatch,
     history = empty(SETTINGS[name], 3)
     for what in (*LIFE[:5], "fork", 17, 1, "crop", *[1] * 12):
         act(history, what)
-
-
-@pytest.mark.filterwarnings("ignore:pinned host memory")
-def test_pinned_memory_that_is_refused_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other piece of host memory cannot be pinned: a warning, and pageable memory in its place."""
-    asked = []
-
-    def pinned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        asked.append(args)
-        return host_empty(*args, **(kwargs | {"pin": len(asked) % 2 == 0}))
-
-    for module in importers("host_empty"):
-        monkeypatch.setattr(module, "host_empty", pinned)
-    history = empty(SETTINGS["split"], 2)
-    for what in LIFE:
-        act(history, what)
-    assert len(asked) > 4
 
 
 # --- what errors say --------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from tiny import ONE_MEMORY, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
-from hf_offload.graph import cuda_graph as FIRST
 
 KNOBS: dict[str, Any] = {"budget": 256, "block_size": 16, **ONE_MEMORY}
 SPLIT: dict[str, Any] = {"budget": 256, "block_size": 16, "sinks": 16, "recent": 0, "resident": 64, "tier": "split"}
@@ -76,16 +75,6 @@ def test_older_caches_and_policies_say_that_they_are_older(
     assert older.get_seq_length() == held
     with pytest.raises(TypeError, match="this Scout is of an earlier import"):
         again.HybridCache(model, hf_offload.Scout(budget=256))
-
-
-def test_an_older_graphed_forward_is_no_new_one(model: PreTrainedModel, again: ModuleType) -> None:
-    """Both wrap the model's forward, each for the caches of its own import."""
-    from hf_offload.graph import cuda_graph as newer
-
-    first, second = FIRST.graphed(model), newer.graphed(model)
-    assert type(first) is FIRST.GraphedForward
-    assert type(second) is newer.GraphedForward
-    assert newer.graphed(model) is second
 
 
 def test_a_model_that_was_enabled_before_is_enabled_again(model: PreTrainedModel, again: ModuleType) -> None:

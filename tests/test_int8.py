@@ -6,49 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_exactness import decode_logits
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
 
-from hf_offload import ConstantPredictor, HybridCache
+from hf_offload import HybridCache
 
 KNOBS: dict[str, Any] = {"block_size": 16}
-SCOUT: dict[str, Any] = {**KNOBS, "budget": 640, "sinks": 16, "recent": 16}
-SPLIT: dict[str, Any] = {"tier": "split", "resident": 96}
-CASES: list[tuple[str, dict[str, Any], int | None]] = [  # a policy, its knobs, and how many tokens come at once
-    ("full", {}, None),
-    ("hgca", {"window": 60, "beta": 0.0}, None),
-    ("hgca", {"window": 60, "beta": 0.0, "tier": "split"}, 100),
-    ("fixed_hybrid", {"budget": 1.0, "sinks": 16, "local": 32}, None),
-    ("full", {"host": "fetch", **SPLIT}, 100),
-    ("quest", {"budget": 640, **SPLIT}, None),
-    ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32), "tier": "split"}, 100),
-    ("scout", {**SPLIT, "recall": 2, "lookahead": "select", "synchronous_layers": (0,)}, None),
-    ("scout", {**SPLIT, "lookahead": "attend", "synchronous_layers": (0,)}, 100),
-]
 
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
     return tiny_model("llama")
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(("policy", "knobs", "chunk"), CASES)
-def test_logits_are_near_those_of_exact_blocks(
-    llama: PreTrainedModel, policy: str, knobs: dict[str, Any], chunk: int | None
-) -> None:
-    ids, mask = prompt(2, 400)
-    base = {**(SCOUT if policy == "scout" else KNOBS), **knobs}
-    exact = decode_logits(llama, HybridCache(llama, policy, **base), ids, mask, chunk, steps=40)
-    cache = HybridCache(llama, policy, host_dtype="int8", **base)
-    got = decode_logits(llama, cache, ids, mask, chunk, steps=40)
-    same = (got[0] == exact[0]).long().cumprod(1).bool()  # as long as the tokens are the same, so are the inputs
-    if knobs.get("lookahead") == "attend":  # in a random model predicted queries amplify every difference
-        same[:, 3:] = False
-    assert same[:, :2].all()
-    difference = (got[1] - exact[1]).abs().amax(-1)[same]
-    assert 0 < difference.max() < 0.1 * exact[1].abs().max()
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])

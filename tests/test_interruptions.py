@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import random
 import signal
 import threading
@@ -228,23 +227,3 @@ def test_a_thread_that_died_in_a_forward_is_no_obstacle() -> None:
     thread.start()
     thread.join()
     check_after(history, 1)
-
-
-def test_a_live_thread_that_threading_has_not_made_keeps_the_cache() -> None:
-    """A C extension's thread, say."""
-    history, inside, on, ended = begun(ONE), *(threading.Event() for _ in range(3))
-    cache = history.caches[0]
-
-    def work() -> None:
-        cache.begin()
-        inside.set()
-        on.wait(60)
-        ended.set()
-
-    _thread.start_new_thread(work, ())
-    assert inside.wait(60)
-    for attempt in (lambda: forward(history, 1)(cache), lambda: cache.crop(-1)):
-        with pytest.raises(RuntimeError, match="one thread at a time"):
-            attempt()
-    on.set()
-    assert ended.wait(60)

@@ -156,34 +156,16 @@ def test_all_is_on_the_disk_before_and_after_the_cache_has_its_name(caches: list
 def test_a_folder_that_cannot_be_synced(
     model: PreTrainedModel, caches: list[HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some file systems sync files alone; a disk's fault before the last step ends the save."""
-    folder, real, code = tmp_path / "cache", os.fsync, errno.EINVAL
+    """Some file systems sync files alone."""
+    real = os.fsync
 
     def fsync(file: int) -> None:
         if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(code, os.strerror(code))
+            raise OSError(errno.EINVAL, "invalid argument")
         real(file)
 
-    caches[0].save(folder)
     monkeypatch.setattr(os, "fsync", fsync)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        caches[1].save(folder)
-    code = errno.EIO
-    with pytest.raises(OSError, match="was not saved"):
-        caches[0].save(folder)
-    assert HybridCache.load(folder, model).get_seq_length() == NEW
-    assert len(os.listdir(folder)) == 3
-
-
-def test_an_old_file_that_cannot_be_removed_is_named(
-    caches: list[HybridCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caches[0].save(tmp_path / "cache")
-
-    def fail(path: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(errno.EPERM, "no")
-
-    monkeypatch.setattr(Path, "unlink", fail)
-    with pytest.warns(UserWarning, match=r"segment-\w+.safetensors is of no use and stays"):
         caches[1].save(tmp_path / "cache")
+    assert HybridCache.load(tmp_path / "cache", model).get_seq_length() == NEW

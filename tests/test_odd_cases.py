@@ -125,21 +125,6 @@ def test_copies_by_other_ways_and_compiled_models_are_refused(llama: PreTrainedM
         HybridCache(torch.compile(llama), **COVERING)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_rows_reordered_in_inference_mode(llama: PreTrainedModel, tier: str) -> None:
-    cache = HybridCache(llama, **COVERING, **TIERS[tier])
-    ids, _ = prompt(1, 50)
-    with torch.inference_mode():
-        llama(ids.expand(2, -1), past_key_values=cache)
-        llama(torch.tensor([[5], [6]], device=DEVICE), past_key_values=cache)
-        cache.reorder_cache(torch.tensor([1, 0]))
-    with torch.no_grad():
-        got = llama(torch.tensor([[7], [7]], device=DEVICE), past_key_values=cache).logits[:, -1]
-        for row, token in enumerate((6, 5)):
-            whole = torch.cat([ids, torch.tensor([[token, 7]], device=DEVICE)], 1)
-            assert torch.allclose(got[row], llama(whole).logits[0, -1], atol=5e-5)
-
-
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_blocks_that_are_copied_have_room_for_a_digest(llama: PreTrainedModel, tier: str) -> None:
     """Copies of shared blocks, and packed blocks that are opened again, may be the ones for which the pool grows."""

@@ -86,23 +86,6 @@ def test_offloaded_weights_change_nothing(tmp_path: Path, family: str, way: str,
     assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == away
 
 
-def test_a_capture_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    _by_attention(model, tmp_path)
-    predict, seen = HybridCache.predict_query, []
-
-    def spy(cache: HybridCache, target: int, *args: Any) -> torch.Tensor:
-        query = predict(cache, target, *args)
-        parameters = cache._attachment.layers[target].parameters()
-        seen.append((query.is_meta, all(parameter.is_meta for parameter in parameters)))
-        return query
-
-    monkeypatch.setattr(HybridCache, "predict_query", spy)
-    generate(model, MODES[1])
-    assert seen
-    assert set(seen) == {(False, True)}
-
-
 def test_weights_that_nothing_brings_are_refused() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[1]

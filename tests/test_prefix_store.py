@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -18,14 +16,13 @@ import peft
 import pytest
 import store_kills
 import torch
-from accelerate import cpu_offload
 from forks import exit_status, forked, in_fork
 from pools import used_bytes
 from tiny import DEVICE, SIZES, spread_weights, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache, PrefixStore, prefix_store
-from hf_offload.files import entries, saving, segments
+from hf_offload.files import entries, segments
 from hf_offload.model.hooks import cache_argument
 
 Models = dict[str, PreTrainedModel]
@@ -389,15 +386,6 @@ def test_an_adapter_that_is_switched_off_finds_nothing_of_it(make: Make, tmp_pat
     assert ask(store, other)[0] == 0
 
 
-def test_offloaded_weights_are_those_that_they_were(make: Make) -> None:
-    prompt = ids(100)
-    with make() as store:
-        ask(store, prompt)
-    for seed, tokens in ((0, 98), (1, 0)):
-        offloaded = cpu_offload(tiny_model("llama", seed=seed), execution_device=torch.device(DEVICE))
-        assert ask(make(model=offloaded), prompt, keep=False)[0] == tokens
-
-
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
@@ -422,16 +410,6 @@ def test_damaged_entries_are_missed_and_removed(make: Make, tmp_path: Path, kind
         assert tokens in found
         assert torch.equal(out.sequences, want.sequences)
     assert kind == "tokens" or len([tokens for tokens in saved(tmp_path) if tokens]) == 1
-
-
-def test_the_text_of_one_entry_under_the_name_of_another_is_missed(make: Make, tmp_path: Path) -> None:
-    with make() as store:
-        for seed in range(2):
-            ask(store, ids(100, seed))
-    one, other = (path for path in tmp_path.glob("*/*") if path.is_dir())
-    shutil.copy(one / "tokens", other / "tokens")
-    store = make()
-    assert sorted(ask(store, ids(100, seed))[0] for seed in range(2)) == [0, 98]
 
 
 def test_rows_and_padding_are_not_kept(make: Make, model: PreTrainedModel) -> None:
@@ -514,15 +492,6 @@ def test_what_the_user_does_with_the_cache_gives_no_wrong_entry(make: Make, mode
     assert torch.equal(got.sequences, plain(model, again))
 
 
-def test_little_in_common_loads_nothing(make: Make) -> None:
-    first = ids(2000)
-    with make() as store, store.open(first) as found:
-        found.read()
-    store = make()
-    for common, want in ((20, 0), (40, 40)):
-        assert ask(store, joined(first[:, :common], ids(60, 7)), keep=False)[0] == want
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -543,22 +512,6 @@ def test_a_full_disk_is_told_and_memory_serves(make: Make, tmp_path: Path, monke
         wait_for(lambda: not list(tmp_path.glob("*/*/*")))
     store.flush()
     assert len(saved(tmp_path)) == 1
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
-def test_a_folder_that_cannot_be_written_is_read(make: Make, tmp_path: Path) -> None:
-    with make() as store:
-        ask(store, ids(200))
-    if subprocess.run(["mount", "--bind", "-o", "ro", str(tmp_path), str(tmp_path)], capture_output=True).returncode:
-        pytest.skip("may not mount")
-    try:
-        store = make()
-        assert ask(store, ids(200))[:2] == (198, "disk")
-        ask(store, ids(150, 1))
-        with pytest.raises(OSError, match="Read-only"):
-            store.flush()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_an_interrupted_prompt_goes_on_where_it_was(make: Make, model: PreTrainedModel) -> None:
@@ -637,24 +590,6 @@ def test_a_lock_that_is_held_costs_a_save_and_no_prompt(make: Make, monkeypatch:
         assert found.cache.get_seq_length() == 198
     with pytest.raises(OSError, match="another process saves"):
         store.close()
-
-
-def test_an_entry_that_is_being_saved_is_found_when_it_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, prompt = make(min_seconds=99), make(min_seconds=99), ids(200)
-    real, looked = saving._write_file, []
-
-    def slow(*given: Any) -> None:
-        if not looked:
-            looked.append(ask(other, ids(50, 77), keep=False)[0])
-        real(*given)
-
-    ask(one, prompt)
-    one._min_seconds = 0
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "_write_file", slow)
-        one.flush()
-    assert looked == [0]
-    assert ask(other, prompt, keep=False)[:2] == (198, "disk")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors as Linux shows them")

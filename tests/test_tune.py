@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ SMALL = {"tokens": 200, "steps": 12, "windows": 2}
 LADDERS = (
     ("scout", tuple({"budget": budget, "recent": 0} for budget in (64, 96, 128, 160, 192))),
     ("fixed_hybrid", tuple({"budget": share, "sinks": 16, "local": 32} for share in (0.05, 0.2, 0.5))),
-    ("quest", ({"budget": 64}, {"budget": 176})),
 )
 
 
@@ -42,55 +40,27 @@ def test_the_chosen_line_keeps_the_target_on_another_text(ladders: None) -> None
     found = tune(model, ids[:, :500], 0.5, held_out=ids[:, 476:], **SMALL)
     assert found.trials[0].policy == "full"
     assert found.trials[0].kl < 1e-6
-    assert not any(trial.policy == "quest" for trial in found.trials)  # one memory
-    chosen = found.chosen
+    chosen, checked = found.chosen, found.held_out
     assert chosen.meets(0.5)
-    cache = eval(chosen.line, {"HybridCache": HybridCache, "model": model})
-    assert cache.policy.name == chosen.policy
+    assert eval(chosen.line, {"HybridCache": HybridCache, "model": model}).policy.name == chosen.policy
     other = cost(model, chosen.policy, chosen.options, read(model, ids[:, 688:900], 12))  # the last held-out window
     assert float(other.kl.mean()) <= 0.5
-    checked = found.held_out
     assert checked is not None
     assert (checked.policy, checked.options) == (chosen.policy, chosen.options)
     assert checked.kl <= 0.5
     assert checked.kl != chosen.kl
     assert checked.worst >= float(other.kl.mean()) * (1 - 1e-6)
-    table = found.table()
-    assert table.row_count == len(found.trials)
+    assert found.table().row_count == len(found.trials)
     assert "settings stay below a KL of 0.5" in found.why
 
 
-@pytest.fixture
-def kl_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[str, Any]], float]], None]:
-    """Trials are not run: a function of the options gives the KL; fewer samples or Scout are quicker."""
+def test_the_smallest_number_of_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
+        kl = 0.7 / options["samples"] if "samples" in options else 0.0 if policy == "full" else 1.0
+        return Trial(policy, options, kl, 0.0, kl, 1.0, options.get("samples", 9999) / 1000, None, 7)
 
-    def set_kl(kl: Callable[[dict[str, Any]], float]) -> None:
-        def fake(model: Any, policy: str, options: dict[str, Any], readings: Any) -> Trial:
-            found = 0.0 if policy == "full" else kl(options)
-            seconds = options["samples"] / 1000 if "samples" in options else 1.0 if policy == "scout" else 2.0
-            return Trial(policy, options, found, 0.0, found, 1.0, seconds, None, 7)
-
-        monkeypatch.setattr(tuning, "_trial", fake)
-        monkeypatch.setattr(tuning, "_time", lambda *_: None)
-
-    return set_kl
-
-
-def test_two_memories_try_fetching_and_recalls(ladders: None, kl_of: Any) -> None:
-    kl_of(lambda options: 1 / options["budget"])
-    found = tune(tiny_model("llama"), prompt(1, 500)[0], 1 / 100, tier="split", **SMALL)
-    tried = [(trial.policy, {**trial.options, "tier": None}) for trial in found.trials]
-    for more in ({}, {"block_size": 16}, {"recall": 8}):
-        assert ("scout", {"budget": 128, "recent": 0, "tier": None, **more}) in tried
-    assert ("quest", {"budget": 176, "tier": None}) in tried
-    met = [trial.options["budget"] for trial in found.trials if trial.policy == "scout" and trial.kl <= 0.01]
-    assert min(met) == 128
-    assert found.chosen.policy == "scout"
-    assert "next comes" in found.why
-
-
-def test_the_smallest_number_of_samples_is_found(kl_of: Any) -> None:
-    kl_of(lambda options: 0.7 / options.get("samples", 0.7))
+    monkeypatch.setattr(tuning, "_trial", fake)
+    monkeypatch.setattr(tuning, "_time", lambda *_: None)
     found = tune(tiny_model("llama"), prompt(1, 500)[0], 0.003, **SMALL)
     met = [trial.options["samples"] for trial in found.trials if "samples" in trial.options and trial.meets(0.003)]
     assert min(met) == 256

@@ -12,7 +12,7 @@ import pytest
 import torch
 from model.test_lookahead import check_predictions
 from test_hybrid_cache import COVERING, TIERS
-from tiny import DEVICE, prompt, tiny_model
+from tiny import DEVICE, feed, prompt, tiny_model
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -24,6 +24,7 @@ AHEAD: dict[str, Any] = {
     **COVERING, **TIERS["split"], "lookahead": "attend", "synchronous_layers": (0,), "sinks": 0, "recent": 0,
     "block_size": 8, "resident": 32,
 }  # fmt: skip
+SELECT = AHEAD | {"lookahead": "select"}
 
 
 def run(model: Any, cache: Any, batch: int = 2, **arguments: Any) -> Any:
@@ -78,16 +79,16 @@ def test_queries_are_predicted_by_the_wrapped_projections(family: str, wrap: Any
     inner = tiny_model(family)
     wrapped = wrap(inner)
     for owner in (inner, wrapped):
-        cache = HybridCache(owner, **AHEAD | {"lookahead": "select"})
+        cache = HybridCache(owner, **SELECT)
         assert torch.equal(run(wrapped, cache).sequences, want.sequences)
-        assert cache._attachment.predictors[2]._known is not None  # a query was predicted
+        assert cache.stats().as_dict()["query_cosine"] is not None  # queries were predicted
     check_predictions(inner, DynamicCache(config=inner.config), adapter=family != "gpt_neox")
 
 
 def test_adapters_come_and_go_under_an_enabled_model() -> None:
     inner = tiny_model("llama", "sdpa")
     want = [run(inner, None).sequences]
-    enable(inner, **AHEAD | {"lookahead": "select"})
+    enable(inner, **SELECT)
     wrapped = lora(inner)
     with_adapter = run(wrapped, None)
     assert type(with_adapter.past_key_values) is HybridCache
@@ -118,45 +119,34 @@ def test_prompt_tuning_works_and_prefix_tuning_is_refused() -> None:
             attempt(peft.get_peft_model(tiny_model("llama"), config))
 
 
-@torch.no_grad()
-def decoded_logits(model: PreTrainedModel, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits `[6, B, V]`, fp32, behind a prompt of 40 of the tokens and behind each of the next five."""
-    mask = nn.functional.pad(prompt(2, 40)[1], (0, 5), value=1)
-    found = []
-    for start, stop in ((0, 40), *((n, n + 1) for n in range(40, 45))):
-        out = model(
-            tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache,
-            position_ids=(mask[:, :stop].cumsum(1) - 1).clamp(0)[:, start:],
-        )  # fmt: skip
-        found.append(out.logits[:, -1].float())
-    return torch.stack(found)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_is_what_it_is_without(family: str, dtype: torch.dtype) -> None:
     """Against float32 it deviates no more than stock attention functions do under autocast."""
-    ours, tokens = tiny_model(family), prompt(2, 45)[0]
+    ours, ids, mask = tiny_model(family), *prompt(2, 45)
 
-    def stock(attention: str, enabled: bool) -> torch.Tensor:
+    def decoded_logits(model: PreTrainedModel, cache: Any, autocast: bool) -> torch.Tensor:
+        with torch.autocast(DEVICE, dtype, enabled=autocast):
+            parts = feed(model, cache, ids, mask, (0, *range(40, 46)))
+        return torch.stack([part[:, -1].float() for part in parts])
+
+    def stock(attention: str, autocast: bool) -> torch.Tensor:
         model = tiny_model(family, attention)
-        with torch.autocast(DEVICE, dtype, enabled=enabled):
-            return decoded_logits(model, DynamicCache(config=model.config), tokens)
+        return decoded_logits(model, DynamicCache(config=model.config), autocast)
 
     exact, sdpa = stock("sdpa", False), stock("sdpa", True)
     rounding = max((other - exact).norm().item() for other in (sdpa, stock("eager", True)))
     for tier in TIERS.values():
         cache = HybridCache(ours, **COVERING, **tier)
-        with torch.autocast(DEVICE, dtype):
-            logits = decoded_logits(ours, cache, tokens)
+        logits = decoded_logits(ours, cache, True)
         if DEVICE != "cpu" or not faster_than_torch(dtype):  # else prompts have a kernel of their own
             assert torch.equal(logits[0], sdpa[0])
         assert (logits - exact).norm() <= 1.25 * rounding
         assert cache.layers[-1].dtype == dtype
         if tier == TIERS["one"]:
             with torch.no_grad(), pytest.raises(ValueError, match="holds torch"):
-                ours(tokens[:, :1], past_key_values=cache)
+                ours(ids[:, :1], past_key_values=cache)
 
 
 def test_attention_weights_are_refused_and_hidden_states_given() -> None:
@@ -277,19 +267,6 @@ def test_a_cache_is_loaded_under_the_adapters_that_it_was_saved_with(tmp_path: P
                 HybridCache.load(tmp_path / other, inner)
         filled(model, inner).save(tmp_path / state)
         HybridCache.load(tmp_path / state, inner)
-
-
-def test_adapters_of_other_modules_are_others(tmp_path: Path) -> None:
-    model = lora(tiny_model("llama"))
-    inner = model.get_base_model()
-    projections = [layer.self_attn.q_proj for layer in inner.model.layers]
-    projections[0].enable_adapters(False)
-    filled(model, inner).save(tmp_path / "cache")
-    HybridCache.load(tmp_path / "cache", inner)
-    projections[0].enable_adapters(True)
-    projections[1].enable_adapters(False)
-    with pytest.raises(ValueError, match="none active in other modules"):
-        HybridCache.load(tmp_path / "cache", inner)
 
 
 def test_offloaded_weights_are_compared_where_they_are(tmp_path: Path) -> None:
