@@ -1,6 +1,6 @@
-"""Forgeries of saved caches and predictors: each is refused by a ValueError, or runs.
+"""Forgeries of saved caches: each is refused by a ValueError, or runs.
 
-A case is a policy and a tier, such as scout-split, or `predictor`. Each forgery has valid checksums. It is printed
+A case is a policy and a tier, such as scout-split. Each forgery has valid checksums. It is printed
 before it is tried, so that the last line of a process that died names the cause.
 """
 
@@ -22,15 +22,11 @@ import torch
 from safetensors.torch import load_file, save
 from test_families import build
 from test_fork import CASES, make
-from tiny import begin, decode, forward, prompt, tiny_model
+from tiny import decode, forward, prompt, tiny_model
 
 from hf_offload import HybridCache
-from hf_offload.files.fingerprint import likeness
 from hf_offload.files.saving import checksum_of
 from hf_offload.files.segments import checksum
-from hf_offload.model.hooks import find_layers
-from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
 
 PROMPT, STEPS = 205, 3
 LAYER = 2  # whose fields are forged; the other layers' are alike
@@ -225,7 +221,7 @@ class Trial:
         try:
             run()
             print("    runs", flush=True)
-        except (ValueError, FileNotFoundError) as error:  # a predictor's path may name no file
+        except (ValueError, FileNotFoundError) as error:
             self.refused += 1
             print(f"    {error}", flush=True)
             if "\n" in str(error) or len(str(error)) > 900:
@@ -314,42 +310,9 @@ def caches(case: str, tier: str, folder: Path, every: int) -> Trial:
     return trial
 
 
-def predictors(folder: Path, every: int) -> Trial:
-    """Forgeries of a file that `hf-offload train-fluxion` has written."""
-    torch.manual_seed(0)
-    model, path, trial = tiny_model("llama"), folder / "predictor.safetensors", Trial(every)
-    made = HeadPredictor(tau=0.1, digest="submean", sinks=16, local=32)
-    made.standardise(torch.randn(500, len(FEATURES)))
-    save_predictors(path, likeness(model.config, find_layers(model)[0]), {0.1: made}, {"samples": 3})
-    about, tensors, data = read_about(path), load_file(path), path.read_bytes()
-
-    def run() -> None:
-        cache = HybridCache(model, "fluxion", predictor=path, tier="split")
-        decode(model, cache, *begin(model, cache, 2, PROMPT), STEPS)
-
-    def altered(forge: Callable[..., None]) -> None:
-        text, mine = copy.deepcopy(about), dict(whole)
-        forge(text, mine, {})
-        write_whole(path, {name.removeprefix(f"layers.{LAYER}."): part for name, part in mine.items()}, text)
-        run()
-
-    run()
-    whole = {f"layers.{LAYER}.{name}": tensor for name, tensor in tensors.items()}
-    for name, forge in (*text_forgeries(about), *tensor_forgeries(whole, 1)):
-        trial(name, partial(altered, forge))
-    for what, forged in header_forgeries(data):
-        path.write_bytes(forged)
-        trial(what, run)
-    return trial
-
-
 def main(folder: Path, every: int, cases: Iterable[str]) -> None:
     """Try every so manieth forgery of some cases; raise what was wrong."""
     for case in cases:
         print(f"--- {case}", flush=True)
-        mine = folder / case
-        mine.mkdir()
-        if case == "predictor":
-            predictors(mine, max(every // 8, 1)).end()
-        else:
-            caches(*case.rsplit("-", 1), mine, every).end()
+        (folder / case).mkdir()
+        caches(*case.rsplit("-", 1), folder / case, every).end()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from pools import used_blocks
-from tiny import DEVICE, SIZES, spread_weights
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tiny import DEVICE, SIZES, tiny_model
+from transformers import LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.model.hooks import hybrid_layers
@@ -24,10 +24,9 @@ INT8_ERROR = 0.1  # of the largest logit
 @functools.cache
 def model_of(kv_heads: int, dim: int, attn_implementation: str) -> PreTrainedModel:
     """A random model of two layers with four query heads; the same weights whatever the attention implementation."""
-    torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
     config = LlamaConfig(**sizes, num_key_value_heads=kv_heads, head_dim=dim)
-    return spread_weights(AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation))
+    return tiny_model(config, attn_implementation)
 
 
 @dataclass(frozen=True)

@@ -2,27 +2,9 @@
 
 import pytest
 import torch
+from letters import letters
 
 from hf_offload.tools import assets
-
-
-class Letters:
-    """A tokenizer of one token a character, with or without a chat template."""
-
-    def __init__(self, chat_template: str | None = None) -> None:
-        self.chat_template = chat_template
-
-    def __call__(self, text, add_special_tokens=True, return_tensors=None):
-        ids = [1] * add_special_tokens + [ord(c) for c in text]
-        return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
-
-    def decode(self, ids) -> str:
-        return "".join(chr(i) for i in ids)
-
-    def apply_chat_template(self, messages, add_generation_prompt, tokenize) -> str:
-        assert add_generation_prompt
-        assert not tokenize
-        return f"<user>{messages[0]['content']}<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -88,16 +70,17 @@ def says_paris(model, tokenizer):
 TEXT = "".join(f"Sentence {i} stands here. " for i in range(2000))
 
 
-@pytest.mark.parametrize(("depth", "chat_template"), [(0.0, None), (0.3, "any"), (1.0, None)])
-def test_hide_number_puts_it_where_asked(depth, chat_template):
-    needle = assets.hide_number(TEXT, Letters(chat_template), tokens=2000, depth=depth, number=1234567)
-    prompt = "".join(chr(i) for i in needle.prompt[0])
+@pytest.mark.parametrize(("depth", "chat"), [(0.0, False), (0.3, True), (1.0, False)])
+def test_hide_number_puts_it_where_asked(depth, chat):
+    tokenizer = letters()
+    tokenizer.chat_template = "<user>{{ messages[0]['content'] }}<assistant>" if chat else None
+    needle = assets.hide_number(TEXT, tokenizer, tokens=2000, depth=depth, number=1234567)
+    prompt = tokenizer.decode(needle.prompt[0])
     assert needle.prompt.dtype == torch.int64
     assert abs(prompt.index("The secret number") - depth * (2000 - 90)) < 40
     assert prompt.count("1234567") == 2
-    start, end = ("<user>", "<assistant>") if chat_template else ("\x01", "Answer with the number only.")
-    assert prompt.startswith(start)
-    assert prompt.endswith(end)
+    assert not chat or prompt.startswith("<user>")
+    assert prompt.endswith("<assistant>" if chat else "Answer with the number only.")
 
 
 def test_hide_number_refuses():
@@ -108,11 +91,11 @@ def test_hide_number_refuses():
         ({"tokens": 9000}, r"tokens=9000 is more than the \d+ that this text allows"),
     ):
         with pytest.raises(ValueError, match=message):
-            assets.hide_number("A sentence. " * 100, Letters(), **wrong)
+            assets.hide_number("A sentence. " * 100, letters(), **wrong)
 
 
 def test_random_needle_repeats_with_its_seed():
-    first, again, other = (assets.random_needle(TEXT, Letters(), seed, tokens=1000) for seed in (7, 7, 8))
+    first, again, other = (assets.random_needle(TEXT, letters(), seed, tokens=1000) for seed in (7, 7, 8))
     assert torch.equal(first.prompt, again.prompt)
     assert first.number != other.number
 

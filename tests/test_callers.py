@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from letters import letters
 from test_hybrid_cache import COVERING
 from tiny import DEVICE, tiny_model
 from torch import nn
 from transformers import PreTrainedModel, pipeline
 
-from hf_offload import HybridCache, disable, enable, enabled
-from hf_offload.tools import assets
+from hf_offload import HybridCache, disable, enable
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install hf-offload[eval]")
 
@@ -102,14 +100,6 @@ def test_lm_eval_works_unchanged() -> None:
     assert stats["kept_share"] is None
 
 
-def test_means_are_over_the_steps_of_all_caches() -> None:
-    model = hybrid(policy="hgca", window=32, block_size=16, beta=0.5, revision="main", batch_size=1)
-    model.generate_until(requests([text * 9 for text in PROMPTS[2:]], max_gen_toks=5), disable_tqdm=True)
-    stats = model.get_model_info()["hf_offload"]["stats"]
-    assert (stats["caches"], stats["steps"]) == (2, 8)
-    assert 0 < stats["kept_share"] <= 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -122,18 +112,3 @@ def test_means_are_over_the_steps_of_all_caches() -> None:
 def test_wrong_options_are_refused_before_a_task_begins(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         hybrid(**options)
-
-
-@pytest.mark.slow
-def test_smollm2_finds_a_number_in_a_pipeline_and_answers_lm_eval(smollm2: Any) -> None:
-    model, tokenizer = smollm2
-    needle = assets.hide_number(assets.demo_text("documentation"), tokenizer, tokens=4000)
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    with torch.no_grad():
-        want = answers(model, tokenizer)
-    text = tokenizer.decode(needle.prompt[0])
-    with enabled(model, budget=1024):
-        answer = generator(text, max_new_tokens=16, do_sample=False, return_full_text=False)
-        assert needle.found_in(answer[0]["generated_text"])
-        assert answers(model, tokenizer) == want
-    assert model.config._attn_implementation == "sdpa"

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import test_families
 import torch
-from tiny import SIZES, forward, prompt, spread_weights, tiny_model
+from tiny import SIZES, forward, prompt, tiny_model
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV3Config,
     DiffLlamaConfig,
     DynamicCache,
@@ -39,8 +38,7 @@ def config(family: str) -> PreTrainedConfig:
 
 
 def build(family: str, attn_implementation: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return spread_weights(AutoModelForCausalLM.from_config(config(family), attn_implementation=attn_implementation))
+    return tiny_model(config(family), attn_implementation)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +115,10 @@ def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
     """Gemma 4 computes the last layers for the last token alone, and cuts their masks."""
     kinds = ["sliding_attention", "full_attention"] * 2
     heads: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "hidden_size_per_layer_input": 8}
-    tiny = Gemma4TextConfig(
+    config = Gemma4TextConfig(
         **heads, sliding_window=8, layer_types=kinds, num_kv_shared_layers=2, vocab_size_per_layer_input=160
     )
-    torch.manual_seed(0)
-    eager = spread_weights(AutoModelForCausalLM.from_config(tiny, attn_implementation="eager"))
-    ours = AutoModelForCausalLM.from_config(tiny, attn_implementation="hybrid_sparse").to(eager.device).eval()
-    ours.load_state_dict(eager.state_dict())
+    eager, ours = tiny_model(config, "eager"), tiny_model(config)
     ids, mask = prompt(2, 40)
     knobs: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
     want = eager.generate(ids, past_key_values=DynamicCache(config=eager.config), **knobs)

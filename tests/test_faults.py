@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from breaking import (
-    FAULTS,
-    SETTINGS,
-    Broken,
-    Nth,
-    host_memory,
-    interruptions,
-    memory_of_lists,
-    tokens,
-    torch_operations,
-)
+from breaking import FAULTS, SETTINGS, Broken, Nth, tokens
 from histories import History, check_books, empty
 from tiny import prompt, tiny_model
 from transformers import PreTrainedModel
@@ -96,21 +86,19 @@ def mend(history: History, what: int | str) -> bool:
     return False
 
 
+LOUD = ("host_memory", "memory_of_lists", "torch_operations")
+"""What always surfaces: threads are replaced, and what was to be read ahead is read again."""
+
+
 def combinations() -> list[Any]:
     """Every fault in every memory, of its calls a hundred or, in the quick set of some, one."""
     rows = [(fault, memory) for fault in FAULTS for memory in SETTINGS]
-    few, many = [(1, *row) for row in rows[::5]], [(100, *row) for row in rows]
-    return [
-        pytest.param(*row, marks=pytest.mark.slow if row[0] > 1 else (), id=f"{row[0]}-{row[1].__name__}-{row[2]}")
-        for row in (*few, *many)
-    ]
+    return [*((1, *row) for row in rows[::5]), *(pytest.param(100, *row, marks=pytest.mark.slow) for row in rows)]
 
 
 @pytest.mark.parametrize(("most", "fault", "memory"), combinations())
-def test_the_nth_fault(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch, Nth], Any], memory: str, most: int
-) -> None:
-    interrupted = fault is interruptions
+def test_the_nth_fault(monkeypatch: pytest.MonkeyPatch, fault: str, memory: str, most: int) -> None:
+    interrupted = fault == "interruptions"
 
     def once(n: int) -> int:
         """Live with the n-th call failing; returns how many calls there were."""
@@ -120,7 +108,7 @@ def test_the_nth_fault(
                 # A fork that is interrupted may leave its references behind.
                 with (
                     monkeypatch.context() as patch,
-                    nullcontext() if interrupted and what == "fork" else fault(patch, nth),
+                    nullcontext() if interrupted and what == "fork" else FAULTS[fault](patch, nth),
                 ):
                     act(history, what)
             except (MemoryError, torch.OutOfMemoryError, Broken, WorkerError, KeyboardInterrupt) as error:
@@ -132,14 +120,11 @@ def test_the_nth_fault(
             check_books([history], leaks=interrupted)
         history.caches[0].drain()  # what is still in flight
         assert len(errors) <= 1
-        loud = fault in (host_memory, memory_of_lists, torch_operations)  # threads are replaced, read-ahead is repeated
-        assert errors or not loud or nth.left > 0
+        assert errors or fault not in LOUD or nth.left > 0
         return n - nth.left
 
     total = once(10**9)
-    assert (
-        total or memory == "one" or fault.__name__ in ("divided_launches", "threads_before_a_job", "threads_at_a_job")
-    )
+    assert total or memory == "one" or fault in ("divided_launches", "threads_before_a_job", "threads_at_a_job")
     most *= 4 if interrupted else 1
     stride = max(total // most, 1)
     for n in range(1 + stride // 2, total + 1, stride):

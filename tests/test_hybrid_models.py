@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from test_exactness import assert_equal, decode_logits
-from tiny import ONE_MEMORY, prompt, spread_weights
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from tiny import ONE_MEMORY, prompt, tiny_model
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.cache.layer import HybridLayer
@@ -34,10 +34,7 @@ def build(model_type: str, attn_implementation: str) -> PreTrainedModel:
     config = configs.tiny_config(model_type)
     for name, value in KINDS.get(model_type, {}).items():
         setattr(config, name, value)
-    torch.manual_seed(0)
-    return spread_weights(
-        AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
-    )
+    return tiny_model(config, attn_implementation)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from breaking import PACKAGE, SETTINGS, Nth, forward, interrupted_at, tokens
 from forks import in_fork
 from histories import History, Setting, check_books, empty
 from llvmlite.binding import ffi
-from tiny import SIZES, prompt, spread_weights
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from tiny import SIZES, prompt, tiny_model
+from transformers import Gemma3TextConfig
 
 from hf_offload import HybridCache
 
@@ -157,7 +157,7 @@ def test_a_layer_that_refuses_a_crop_is_asked_before_one_that_does_not() -> None
     config = Gemma3TextConfig(
         **SIZES, num_key_value_heads=2, head_dim=24, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16
     )
-    model = spread_weights(AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse"))
+    model = tiny_model(config)
     cache = HybridCache(model, "full", tier="one")
     with pytest.warns(UserWarning, match="layer"), torch.no_grad():
         model(prompt(1, 60)[0], past_key_values=cache)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from test_exactness import assert_equal, decode_logits
 from test_hybrid_cache import COVERING, TIERS
-from tiny import DEVICE, SIZES, feed, forward, prompt, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, feed, forward, prompt, tiny_model
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     DynamicCache,
@@ -36,12 +35,6 @@ def stock() -> PreTrainedModel:
     return tiny_model("llama", "sdpa")
 
 
-def build(attn_implementation: str, **config: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    made = LlamaConfig(**(SIZES | config))
-    return spread_weights(AutoModelForCausalLM.from_config(made, attn_implementation=attn_implementation))
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("policy", ["full", "scout"])
@@ -49,10 +42,9 @@ def build(attn_implementation: str, **config: Any) -> PreTrainedModel:
     ("heads", "kv_heads", "dim"), [(5, 1, 16), (6, 2, 80), pytest.param(7, 1, 32, marks=pytest.mark.slow)]
 )
 def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str) -> None:
-    sizes = {
-        "hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim,
-    }  # fmt: skip
-    theirs, ours = build("sdpa", **sizes), build("hybrid_sparse", **sizes)
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    config = LlamaConfig(**(SIZES | heads_of | {"hidden_size": 16 * heads}))
+    theirs, ours = tiny_model(config, "sdpa"), tiny_model(config)
     ids, mask = prompt(1, 61)
     want = decode_logits(theirs, DynamicCache(config=theirs.config), ids, mask, None, steps=20)
     knobs = COVERING if policy == "scout" else {"block_size": 16}
@@ -99,13 +91,12 @@ def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, 
 
 def llava(attn_implementation: Any) -> PreTrainedModel:
     """A model whose vision tower has as many layers as its decoder."""
-    torch.manual_seed(0)
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=16
     )
     text = LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
-    return spread_weights(AutoModelForImageTextToText.from_config(config, attn_implementation=attn_implementation))
+    return tiny_model(config, attn_implementation, kind=AutoModelForImageTextToText)
 
 
 def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:

@@ -121,8 +121,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = 2 * 1024 * 4 * 2 * 2 * 16 * 4  # rows, tokens, layers, K and V, heads, channels, bytes
     assert f"DynamicCache all {kv / 2**20:.1f} MiB" in said
     assert "scout:budget=256 384 " in said
-    assert "resident=400: what is resident is the window" in run("--policy", "hgca:gpu_ratio=0.1,resident=400")
-    assert "fixed_hybrid:digest=submean takes" in run("--policy", "fluxion:predictor=there.safetensors")
+    device = "--device-memory=4MiB"
+    assert "resident=400: what is resident is the window" in run("--policy", "hgca:gpu_ratio=0.1,resident=400", device)
+    assert "fixed_hybrid:digest=submean takes" in run("--policy", "fluxion:predictor=there.safetensors", device)
 
 
 def test_what_no_cache_takes_is_not_planned() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launching import TESTS, torchrun
-from tiny import DEVICE, SIZES, spread_weights, tiny_model
+from tiny import DEVICE, SIZES, tiny_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 
@@ -28,12 +28,9 @@ pytestmark = [
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     """One launch for all tests here: starting two Pythons costs more than what they compute."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.manual_seed(0)
     heads = {**SIZES, "num_key_value_heads": 2}
     models = {family: tiny_model(family) for family in ("llama", "qwen3")}
-    models["olmo2"] = spread_weights(
-        AutoModelForCausalLM.from_config(Olmo2Config(**heads), attn_implementation="hybrid_sparse")
-    )
+    models["olmo2"] = tiny_model(Olmo2Config(**heads))
     odd = LlamaConfig(**{**SIZES, "hidden_size": 48, "num_attention_heads": 3}, num_key_value_heads=3, head_dim=16)
     AutoModelForCausalLM.from_config(odd).save_pretrained(folder / "odd")
     for family, model in models.items():

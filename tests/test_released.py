@@ -89,20 +89,13 @@ def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
             job.result(timeout=patience)
 
 
-def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
-    decode(model, cache)
-    for attempt in (lambda: cache.crop(5), lambda: cache.reorder_cache(torch.tensor([7, 7], device="cpu"))):
-        with suppress(ValueError, IndexError):
-            attempt()
-
-
 def recall_late(model: PreTrainedModel, cache: HybridCache) -> None:
     """A recall in flight holds the memory that it reads and writes, and no longer."""
     cache.settings.worker.delay = 0.3
     decode(model, cache, 3)
 
 
-ACTS: list[Act] = [change, fail, fail_and_go_on, lose_a_job, refuse, recall_late, beams]
+ACTS: list[Act] = [change, fail, fail_and_go_on, lose_a_job, recall_late, beams]
 
 
 def live(model: PreTrainedModel, setting: Setting, act: Act) -> tuple[list[weakref.ref[Any]], list[threading.Thread]]:

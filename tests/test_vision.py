@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SIZES, prompt, spread_weights
+from tiny import SIZES, prompt, tiny_model
 from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.clip import CLIPVisionConfig
 from transformers.models.gemma3 import Gemma3Config
@@ -53,12 +53,6 @@ def config(family: str) -> PreTrainedConfig:
     return MllamaConfig(text_config=text, vision_config=tower, image_token_index=IMAGE)
 
 
-def build(family: str, attn_implementation: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config(family), attn_implementation=attn_implementation)
-    return spread_weights(model)
-
-
 def inputs(family: str) -> dict[str, torch.Tensor]:
     """Two rows of 60 tokens, the second padded; each shows an image of its own (Mllama: beside the text)."""
     ids, mask = prompt(2, 60)
@@ -86,7 +80,10 @@ def inputs(family: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "mllama"])
 def test_an_image_is_seen_as_with_eager_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, ours = build(family, "eager"), build(family, "hybrid_sparse")
+    eager, ours = (
+        tiny_model(config(family), attention, kind=AutoModelForImageTextToText)
+        for attention in ("eager", "hybrid_sparse")
+    )
     given = {name: x.to(ours.device) for name, x in inputs(family).items()}
     knobs: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     knobs |= {"output_logits": True}
