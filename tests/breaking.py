@@ -26,8 +26,7 @@ from hf_offload.cpu.thread_pool import Worker
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
-UNDONE = r"only 0 of 1 tasks were done"
-"""What is said of a launch whose kernel died."""
+UNDONE = r"only 0 of 1 tasks were done"  # what is said of a launch whose kernel died
 
 _BLOCKS: dict[str, Any] = {"block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 _SPLIT: dict[str, Any] = {**_BLOCKS, "tier": "split", "resident": 48}

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save
 from test_families import build
 from test_fork import CASES, make
-from tiny import decode, forward, prompt, tiny_model
+from tiny import decode, feed, prompt, tiny_model
 
 from hf_offload import HybridCache
 from hf_offload.files.saving import checksum_of
@@ -243,15 +243,11 @@ class Trial:
 
 def saved(case: str, tier: str, folder: Path) -> Callable[..., None]:
     """Save a cache; what loads another folder like it and decodes."""
-    model = (
-        build("qwen3_next", "hybrid_sparse")
-        if case == "linear"
-        else tiny_model("gemma3" if case == "sliding" else "llama")
-    )
+    family = "gemma3" if case == "sliding" else "llama"
+    model = build("qwen3_next", "hybrid_sparse") if case == "linear" else tiny_model(family)
     ids, mask = prompt(2, PROMPT)
     cache = make(model, case if case in CASES else "scout", tier)
-    forward(model, cache, ids, mask, 0, 90)
-    token = forward(model, cache, ids, mask, 90, PROMPT)[:, -1].argmax(-1, keepdim=True)
+    token = feed(model, cache, ids, mask, (0, 90, PROMPT))[1][:, -1].argmax(-1, keepdim=True)
     token = decode(model, cache, token, mask, 19)[0][:, -1:]
     mask = torch.cat([mask, mask.new_ones(2, 19)], 1)
     cache.save(folder)

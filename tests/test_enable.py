@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hybrid_cache import COVERING, hooks_on
-from test_odd_cases import llava
+from test_hybrid_cache import COVERING, hooks_on, llava
 from tiny import prompt, tiny_model
 from transformers import (
     AutoModelForCausalLM,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from breaking import FAULTS, SETTINGS, Broken, Nth, tokens
 from histories import History, check_books, empty
-from tiny import prompt, tiny_model
+from tiny import begin, decode, forward, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
@@ -198,34 +198,23 @@ def test_an_append_that_has_no_memory_names_the_purpose_and_can_be_repeated(
     ids, mask = prompt(3, 250)
     first = 0 if module is resident.torch else 160  # three rows' blocks fill the first slab of 64 at token 168
 
-    def feed(cache: HybridCache, start: int, stop: int) -> torch.Tensor:
-        with torch.no_grad():
-            return model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
-
     sound, cache = (HybridCache(model, "scout", **KNOBS, **knobs) for _ in range(2))
-    if first:
-        feed(sound, 0, first), feed(cache, 0, first)
+    for one in (sound, cache) if first else ():
+        forward(model, one, ids, mask, 0, first)
     held = cache.stats().as_dict()["host_bytes"]
     with monkeypatch.context() as patch:
         patch.setattr(module, name, broken)
         with pytest.raises((MemoryError, torch.OutOfMemoryError), match=told):
-            feed(cache, first, 250)
+            forward(model, cache, ids, mask, first, 250)
     assert {each.get_seq_length() for each in cache.layers} == {first}
     assert cache.stats().as_dict()["host_bytes"] == held
-    assert torch.equal(feed(cache, first, 250), feed(sound, first, 250))
+    assert torch.equal(*(forward(model, one, ids, mask, first, 250) for one in (cache, sound)))
     assert cache.stats().as_dict()["host_bytes"] == sound.stats().as_dict()["host_bytes"]
 
 
 def test_a_worker_that_hangs_is_given_up_in_time(model: PreTrainedModel) -> None:
     cache = HybridCache(model, "scout", **KNOBS, **SPLIT, lookahead="attend")
-    with torch.no_grad():
-        token = model(prompt(1, 150)[0], past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
-        model(token, past_key_values=cache)
-        cache.settings.worker.delay, cache.settings.worker.timeout = 5.0, 0.3
-
-        def wait() -> None:
-            for _ in range(3):
-                model(token, past_key_values=cache)
-
-        with pytest.raises(WorkerError, match=r"layer \d+, step \d+: not done in time"):
-            wait()
+    token, mask = begin(model, cache, 1, 150, 1)
+    cache.settings.worker.delay, cache.settings.worker.timeout = 5.0, 0.3
+    with pytest.raises(WorkerError, match=r"layer \d+, step \d+: not done in time"):
+        decode(model, cache, token, mask, 3)

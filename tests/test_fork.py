@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -85,18 +86,8 @@ def models() -> Models:
         ("infinigen-int8", "split", 19),
         ("fluxion", "split", 21),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("full-int8", "one", 21),
-                ("scout", "one", 0),
-                ("hgca", "one", 21),
-                ("hgca-int8", "split", 0),
-                ("full-int8", "split", 0),
-                ("scout-attend", "split", 21),
-                ("scout-attend-int8", "split", 0),
-                ("h2o", "split", 21),
-                ("fluxion", "one", 0),
-            )
+            pytest.param(case, tier, when, marks=pytest.mark.slow)
+            for (case, tier), when in zip(product(CASES, TIERS), cycle((0, 21)), strict=False)
         ),
     ],
 )

@@ -1,16 +1,20 @@
-"""`HybridCache` as a drop-in: registration, refusals, hooks, `generate()`, its own methods."""
+"""`HybridCache` as a drop-in: registration, refusals, crops, masks, and cases that are difficult."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from pools import used_blocks
-from tiny import DEVICE, feed, forward, prompt, tiny_model
+import transformers
+from test_exactness import assert_equal, decode_logits
+from tiny import DEVICE, SIZES, feed, forward, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache, Scout
+from hf_offload.gpu.block_topk import MOST_BLOCKS
 
 BLOCK = 16
 COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": BLOCK, "lookahead": "off"}
@@ -107,17 +111,6 @@ def test_another_model_under_a_cache_is_noticed_and_nothing_is_lost(llama: PreTr
     assert torch.equal(*(forward(llama, one, ids, mask, 40, 41) for one in (cache, again)))
 
 
-def test_another_batch_is_refused_until_reset(llama: PreTrainedModel) -> None:
-    cache = HybridCache(llama, **COVERING)
-    forward(llama, cache, *prompt(1, 20), 0, 20)
-    with pytest.raises(ValueError, match="reset"):
-        forward(llama, cache, *prompt(2, 40), 20, 40)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    forward(llama, cache, *prompt(2, 20), 0, 20)
-    assert cache.get_seq_length() == 20
-
-
 # --- the cache's own methods ------------------------------------------------------------------------------------------
 
 
@@ -131,47 +124,6 @@ def test_crop_forgets_exactly_the_last_tokens(llama: PreTrainedModel, tier: str,
     forward(llama, fresh, ids, mask, 0, 90 - drop)
     got, want = (forward(llama, one, ids, mask, 90 - drop, 91 - drop) for one in (cache, fresh))
     assert torch.allclose(got, want, atol=5e-5)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_rows_share_host_blocks_until_they_part(llama: PreTrainedModel, tier: str) -> None:
-    ids, _ = prompt(1, 70)
-    with torch.no_grad():
-        cache = HybridCache(llama, **COVERING, **TIERS[tier])
-        llama(ids, past_key_values=cache)
-        token = torch.tensor([[7]], device=DEVICE)
-        llama(token, past_key_values=cache)
-        store = cache.layers[0].store
-        before = used_blocks(store.pool)
-        cache.batch_repeat_interleave(3)
-        assert used_blocks(store.pool) == before
-        tokens = torch.tensor([[5], [6], [7]], device=DEVICE)
-        got = llama(tokens, past_key_values=cache).logits
-        assert used_blocks(store.pool) <= before + 2  # two rows got a tail of their own
-        cache.batch_select_indices(torch.tensor([2, 0]))
-        got = torch.cat([got[[2, 0]], llama(tokens[:2], past_key_values=cache).logits], 1)
-        for row, path in enumerate(([7, 5], [5, 6])):
-            whole = torch.cat([ids, token, torch.tensor([path], device=DEVICE)], 1)
-            want = llama(whole).logits[0, -2:]
-            assert torch.allclose(got[row], want, atol=5e-5)
-
-
-def test_sliding_layers_that_cannot_undo_a_failure_say_so() -> None:
-    model = tiny_model("gemma3")
-    cache = HybridCache(model, **COVERING)
-    ids, _ = prompt(1, 31)
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no room")
-
-    with torch.no_grad():
-        model(ids[:, :30], past_key_values=cache)
-        with model.model.layers[0].mlp.register_forward_pre_hook(fail), pytest.raises(MemoryError):
-            model(ids[:, 30:], past_key_values=cache)
-        with pytest.raises(RuntimeError, match="reset"):
-            model(ids[:, 30:], past_key_values=cache)
-        cache.reset()
-        model(ids, past_key_values=cache)
 
 
 def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedModel) -> None:
@@ -205,3 +157,132 @@ def test_a_mask_that_says_nothing_of_some_keys(llama: PreTrainedModel, stock: Pr
             parts = [model(part, attention_mask=short, past_key_values=cache).logits for part in (ids, ids[:, :1])]
         logits.append(torch.cat([parts[0][:, :35], parts[1]], 1))
     assert torch.allclose(*logits, atol=5e-5)
+
+
+# --- difficult cases --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("policy", ["full", "scout"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(5, 1, 16), (6, 2, 80), pytest.param(7, 1, 32, marks=pytest.mark.slow)]
+)
+def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str) -> None:
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    config = transformers.LlamaConfig(**(SIZES | heads_of | {"hidden_size": 16 * heads}))
+    theirs, ours = tiny_model(config, "sdpa"), tiny_model(config)
+    ids, mask = prompt(1, 61)
+    want = decode_logits(theirs, DynamicCache(config=theirs.config), ids, mask, None, steps=20)
+    knobs = COVERING if policy == "scout" else {"block_size": 16}
+    cache = HybridCache(ours, policy, **knobs, **TIERS[tier])
+    assert_equal(decode_logits(ours, cache, ids, mask, 20, steps=20), want)
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_additive_masks_over_tiles(llama: PreTrainedModel, stock: PreTrainedModel, hidden: float) -> None:
+    ids, cache = prompt(2, 80)[0], HybridCache(llama, "full", block_size=16, prefill_tile=32)
+    mask = torch.full((80, 80), hidden, device=DEVICE).triu(1).expand(2, 1, 80, 80).clone()
+    mask[1, :, 20:, 5:15] = hidden
+    with torch.no_grad():
+        want = stock(ids, attention_mask=mask).logits
+        for a, b in ((0, 50), (50, 80)):
+            got = llama(ids[:, a:b], attention_mask=mask[:, :, a:b, :b], past_key_values=cache).logits
+            assert torch.allclose(got, want[:, a:b], atol=5e-5)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, dense: bool) -> None:
+    """A prompt that hides a stretch, then decode steps that do not: digests must not remember the stretch as empty."""
+    ids, mask = prompt(1, 90)
+    mask[:, 10:60] = 0
+    first: torch.Tensor = mask[:, :80]
+    if dense:
+        number = torch.arange(80, device=DEVICE)
+        first = (number <= number[:, None])[None, None] & (first[:, None, None] != 0)
+    logits = []
+    hgca = {"window": 20, "beta": 0.0, "block_size": 16, "resident": None}
+    for policy, knobs in (("full", {"block_size": 16}), ("scout", COVERING), ("hgca", hgca)):
+        cache = HybridCache(llama, policy, **(TIERS[tier] | knobs))
+        with torch.no_grad():
+            llama(ids[:, :80], attention_mask=first, past_key_values=cache)
+            rows = []
+            for i in range(80, 90):
+                later = None if dense else torch.ones(1, i + 1, dtype=torch.long, device=DEVICE)
+                rows.append(llama(ids[:, i : i + 1], attention_mask=later, past_key_values=cache).logits)
+        logits.append(torch.cat(rows, 1))
+    assert torch.allclose(logits[0], logits[1], atol=5e-5)
+    assert torch.allclose(logits[0], logits[2], atol=5e-5)
+
+
+def llava(attn_implementation: Any) -> PreTrainedModel:
+    """A model whose vision tower has as many layers as its decoder."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    text = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
+    return tiny_model(config, attn_implementation, kind=transformers.AutoModelForImageTextToText)
+
+
+def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
+    model = llava("hybrid_sparse")
+    knobs = COVERING | TIERS["split"] | {"lookahead": "attend", "synchronous_layers": (0,), "sinks": 0, "resident": 48}
+    cache = HybridCache(model, "scout", **knobs)
+    model.generate(prompt(1, 50)[0], past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert cache.stats().as_dict()["query_cosine"] is not None
+
+
+def test_copies_by_other_ways_and_compiled_models_are_refused(llama: PreTrainedModel) -> None:
+    cache = HybridCache(llama, **COVERING)
+    for attempt in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"use fork\(\)"):
+            attempt(cache)
+    with pytest.raises(ValueError, match=r"torch\.compile"):
+        HybridCache(torch.compile(llama), **COVERING)
+
+
+@pytest.mark.slow
+def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
+    """The table grows ahead of the tokens, but not beyond what a device ranks."""
+    model, length = tiny_model("llama"), 13_375 * 8
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    source = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        source.update(*torch.randn(2, 1, heads, length, dim).unbind(), layer)
+    knobs: dict[str, Any] = {"block_size": 8, "tier": "split", "budget": 512, "sinks": 8, "recent": 8}
+    cache = HybridCache.from_cache(source, model, "scout", **knobs)
+    with torch.no_grad():
+        for _ in range(10):
+            model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
+        assert cache.get_seq_length() == length + 10
+        assert cache.layers[0].store.table.shape[1] == MOST_BLOCKS
+        too_many = (MOST_BLOCKS - 2) * 8 - length - 9
+        with pytest.raises(ValueError, match=r"131057 tokens a row are more than the 16382 blocks of 8.*block_size"):
+            model(torch.ones(1, too_many, dtype=torch.long, device=DEVICE), past_key_values=cache)
+        assert cache.get_seq_length() == length + 10
+        model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("policy", "padding", "knobs"),
+    [
+        ("full", 120, {"resident": 24}),
+        ("scout", 100, {"budget": 400, "sinks": 16, "recent": 16, "resident": 56, "lookahead": "select"}),
+        ("fixed_hybrid", 120, {"budget": 1.0, "sinks": 32, "local": 16, "resident": 112, "block_size": 16}),
+    ],
+)
+def test_padding_gives_its_slots_to_a_short_rows_tokens(
+    llama: PreTrainedModel, stock: PreTrainedModel, policy: str, knobs: dict[str, Any], padding: int
+) -> None:
+    """A row whose first tokens come late: what is resident of its padding makes room for its sinks as they fill."""
+    cache = HybridCache(llama, policy, tier="split", **({"block_size": 8, "prefill_tile": 32} | knobs))
+    ids, mask = prompt(2, 160)[0], torch.ones(2, 160, dtype=torch.long, device=DEVICE)
+    mask[1, :padding] = 0
+    theirs = DynamicCache()
+    for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
+        ours = forward(llama, cache, ids, mask, first, stop)[:, -1]
+        want = forward(stock, theirs, ids, mask, first, stop)[:, -1]
+        real = mask[:, stop - 1] != 0
+        torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,20 +41,6 @@ def models() -> Models:
     return {model_type: build(model_type, "hybrid_sparse") for model_type in TYPES}
 
 
-def follow(model: PreTrainedModel, cache: Any, first: int, stop: int) -> torch.Tensor:
-    """Logits of given tokens, one by one."""
-    ids = prompt(2, stop, seed=3)[0].clamp(min=3)[:, first:]
-    with torch.no_grad():
-        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], 1)
-
-
-def begun(model: PreTrainedModel, tier: str) -> HybridCache:
-    cache = HybridCache(model, "scout", **SCOUT, **TIERS[tier])
-    with torch.no_grad():
-        model(prompt(2, LENGTH)[0].clamp(min=3), past_key_values=cache)
-    return cache
-
-
 @every_type
 def test_tokens_are_those_of_the_stock_cache(models: Models, model_type: str) -> None:
     """A covering budget: the tokens of sdpa and `DynamicCache`, and logits within rounding."""
@@ -70,31 +55,10 @@ def test_tokens_are_those_of_the_stock_cache(models: Models, model_type: str) ->
         assert 0 < sum(held) < len(held)
         assert all(ours or type(a) is type(b) for ours, a, b in zip(held, cache.layers, theirs, strict=True))
         assert cache.stats().as_dict()["stock_layers"] == [i for i, ours in enumerate(held) if not ours]
-
-
-@pytest.mark.one_in(2)
-@every_type
-@tiers
-def test_forks_files_and_rows_go_on_and_a_crop_is_refused(
-    models: Models, model_type: str, tier: str, tmp_path: Path
-) -> None:
-    """Transformers' layers with linear attention can reorder their rows alone, and no state can be cropped."""
-    model = models[model_type]
-    cache = begun(model, tier)
-    follow(model, cache, 0, 7)
-    fork, repeated, turned = (cache.fork() for _ in range(3))
-    cache.save(tmp_path / "saved")
-    loaded = HybridCache.load(tmp_path / "saved", model)
-    repeated.batch_repeat_interleave(2)
-    repeated.batch_select_indices(torch.tensor([3, 0]))
-    turned.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(follow(model, repeated, 20, 27), follow(model, turned, 20, 27))
-    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
-        cache.crop(-5)
-    assert cache.get_seq_length() == LENGTH + 7
-    want = follow(model, cache, 7, 20)
-    for one in (fork, loaded):
-        assert torch.equal(follow(model, one, 7, 20), want)
+        length = cache.get_seq_length()
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+            cache.crop(-5)  # no state can be
+        assert cache.get_seq_length() == length
 
 
 @tiers

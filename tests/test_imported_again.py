@@ -75,12 +75,3 @@ def test_older_caches_and_policies_say_that_they_are_older(
     assert older.get_seq_length() == held
     with pytest.raises(TypeError, match="this Scout is of an earlier import"):
         again.HybridCache(model, hf_offload.Scout(budget=256))
-
-
-def test_a_model_that_was_enabled_before_is_enabled_again(model: PreTrainedModel, again: ModuleType) -> None:
-    hf_offload.enable(model, "full", **ONE_MEMORY)
-    again.enable(model, "full", **ONE_MEMORY)
-    assert generate(model).shape == (1, 86)
-    again.disable(model)
-    assert model.config._attn_implementation == "hybrid_sparse"
-    assert "_prepare_cache_for_generation" not in vars(model)

@@ -16,10 +16,6 @@ from breaking import PACKAGE, SETTINGS, Nth, forward, interrupted_at, tokens
 from forks import in_fork
 from histories import History, Setting, check_books, empty
 from llvmlite.binding import ffi
-from tiny import SIZES, prompt, tiny_model
-from transformers import Gemma3TextConfig
-
-from hf_offload import HybridCache
 
 ONE = SETTINGS["one"]
 
@@ -149,31 +145,6 @@ def test_a_cache_that_is_changed_within_a_forward_wants_a_reset() -> None:
         cache.reset()
         history.ids, history.mask = history.ids[:, :0], history.mask[:, :0]
         history.feed(*tokens(2, 20, 0))
-
-
-def test_a_layer_that_refuses_a_crop_is_asked_before_one_that_does_not() -> None:
-    """Full layers that fit no block are Transformers' own, and forget whatever they are asked to."""
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
-        **SIZES, num_key_value_heads=2, head_dim=24, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16
-    )
-    model = tiny_model(config)
-    cache = HybridCache(model, "full", tier="one")
-    with pytest.warns(UserWarning, match="layer"), torch.no_grad():
-        model(prompt(1, 60)[0], past_key_values=cache)
-    lengths = [layer.get_seq_length() for layer in cache.layers]
-    with pytest.raises(RuntimeError):
-        cache.crop(-3)
-    assert [layer.get_seq_length() for layer in cache.layers] == lengths
-
-
-def test_a_row_that_is_not_there_is_refused_and_nothing_has_happened() -> None:
-    history = begun(SETTINGS["split"])
-    for attempt in (history.caches[0].reorder_cache, history.caches[0].batch_select_indices):
-        with pytest.raises(IndexError, match=r"rows 0 to 1, not \[0, 2\]"):
-            attempt(torch.tensor([0, 2]))
-    check_books([history])
-    history.feed(*prompt(2, 3))
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

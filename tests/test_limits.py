@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"policy": "scout", "budget": 256, "tier": "split", "resident": 256, "host_dtype": "int8"},
     "hgca": {"policy": "hgca", "window": 32, "beta": 0.0, "tier": "split"},
 }
-ACTS = ("make", "prompt", "decode", "turn", "save", "load", "fork")
+ACTS = ("make", "prompt", "decode", "turn", "save", "load", "fork", "steps")
 
 
 @pytest.fixture(scope="module")
@@ -33,34 +33,6 @@ def model() -> PreTrainedModel:
     made = tiny_model("llama")
     feed(made, DynamicCache(), *prompt(1, 700), (0, 700))  # what torch needs at its first call is none of ours
     return made
-
-
-def life(model: PreTrainedModel, setting: str, folder: Path, timeout: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a cache lives through, by name, and what is held meanwhile."""
-    held: dict[str, Any] = {}
-    ids, mask = prompt(1, 740)
-    running = {"threads": 3, "timeout": timeout}
-
-    def decode(cache: HybridCache) -> None:
-        feed(model, cache, ids, mask, range(cache.get_seq_length(), cache.get_seq_length() + 21))
-
-    def fork() -> None:
-        held["fork"] = held["cache"].fork()
-        decode(held["fork"])
-        decode(held["cache"])
-
-    acts: dict[str, Callable[[], Any]] = {
-        "make": lambda: held.update(
-            cache=HybridCache(model, block_size=16, prefill_tile=64, **running, **SETTINGS[setting])
-        ),
-        "prompt": lambda: feed(model, held["cache"], ids, mask, (0, 580)),
-        "decode": lambda: decode(held["cache"]),
-        "turn": lambda: feed(model, held["cache"], ids, mask, (600, 690)),
-        "save": lambda: held["cache"].save(folder / "saved"),
-        "load": lambda: decode(held.setdefault("loaded", HybridCache.load(folder / "saved", model, **running))),
-        "fork": fork,
-    }
-    return acts, held
 
 
 def of_memory(error: BaseException | None) -> bool:
@@ -79,17 +51,32 @@ def outcome(model: PreTrainedModel, setting: str, folder: Path, limited: str, mi
 
     def live() -> None:
         warnings.simplefilter("ignore")
-        acts, held = life(model, setting, folder, seconds / 4)
+        running, held = {"threads": 3, "timeout": seconds / 4}, dict[str, HybridCache]()
+        ids, mask = prompt(1, 740)
+
+        def read(name: str, count: int, pieces: int = 1) -> None:
+            start = held[name].get_seq_length()
+            feed(model, held[name], ids, mask, range(start, start + count + 1, count // pieces))
+
+        acts: dict[str, Callable[[], Any]] = {
+            "make": lambda: HybridCache(model, block_size=16, prefill_tile=64, **running, **SETTINGS[setting]),
+            "prompt": lambda: read("make", 580),
+            "decode": lambda: read("make", 20, 20),
+            "turn": lambda: read("make", 90),
+            "save": lambda: held["make"].save(folder / "saved"),
+            "load": lambda: HybridCache.load(folder / "saved", model, **running),
+            "fork": lambda: held["load"].fork(),
+            "steps": lambda: [read(name, 20, 20) for name in ("make", "load", "fork")],
+        }
         for name, act in acts.items():
             if name == limited:
-                if "cache" in held:
-                    held[
-                        "cache"
-                    ].drain()  # a kernel that is being loaded has been found room for before the limit falls
+                for cache in held.values():
+                    cache.drain()  # a kernel that is being loaded has been found room for before the limit falls
                 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (size + int(mib * 2**20), -1))
             try:
-                act()
+                if isinstance(made := act(), HybridCache):
+                    held[name] = made
             except (MemoryError, RuntimeError, SystemError) as error:
                 resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
                 if not of_memory(error):

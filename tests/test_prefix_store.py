@@ -377,14 +377,13 @@ def test_other_models_policies_and_tenants_find_nothing(make: Make) -> None:
     assert ask(make(), prompt)[0] == 198
 
 
-def test_an_adapter_that_is_switched_off_finds_nothing_of_it(make: Make, tmp_path: Path) -> None:
+def test_an_adapter_that_is_switched_off_finds_nothing_of_it(make: Make) -> None:
     adapted = lora()
     store, prompt, other = make(model=adapted), ids(100), ids(100, 1)
     assert ask(store, prompt)[0] == 0
     with adapted.disable_adapter():
         assert [ask(store, prompt)[0] for _ in range(2)] == [0, 98]
     assert ask(store, prompt)[0] == 98
-    assert len(list(tmp_path.glob("*/about.json"))) == 2
     with store.open(other) as found, adapted.disable_adapter():
         generate(adapted, other, found.cache)  # by another model than that which `open` saw
     assert ask(store, other)[0] == 0
@@ -471,17 +470,6 @@ def test_a_prefix_whose_keys_depend_on_the_prompts_length_is_refused(tmp_path: P
             PrefixStore(tmp_path, model)
 
 
-def test_a_prompt_that_is_read_when_it_was_answered_already_gives_no_wrong_entry(
-    make: Make, model: PreTrainedModel
-) -> None:
-    store, prompt = make(min_seconds=99), ids(100)
-    with store.open(prompt) as found:
-        generate(model, prompt, found.cache, 12)
-        found.read()
-    assert all(len(entry.ids) == entry.cache.get_seq_length() for entry in store._held)
-    assert torch.equal(ask(store, prompt)[2].sequences, plain(model, prompt))
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -566,20 +554,6 @@ def test_a_child_process_has_no_part_in_the_store(make: Make, tmp_path: Path) ->
     store.flush()
     assert time.monotonic() - start < 2.5
     assert exit_status(child) == 0
-
-
-def test_a_lock_that_is_held_costs_a_save_and_no_prompt(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, prompt = make(segment_tokens=64), ids(200)
-    with monkeypatch.context() as patch:
-        patch.setattr(entries, "_lock", lambda file: False)
-        patch.setattr(entries, "_PAUSE", 1e9)
-        patch.setattr(time, "sleep", lambda seconds: None)
-        patch.setattr(time, "monotonic", iter(range(0, 10**9, 10)).__next__)
-        with store.open(prompt) as found:
-            found.read(chunk=64)
-        assert found.cache.get_seq_length() == 198
-    with pytest.raises(OSError, match="another process saves"):
-        store.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors as Linux shows them")
@@ -711,11 +685,9 @@ def test_entries_are_listed_and_removed(make: Make, tmp_path: Path) -> None:
     nothing, *listed = sorted(entries.list_entries(tmp_path), key=lambda entry: entry.tokens)
     assert (nothing.tokens, nothing.own) == (0, 3)
     for entry in listed:
-        assert entry.tokens == 131
-        assert entry.own
-        assert entry.shared
+        assert (entry.tokens, entry.about["policy"]["name"]) == (131, "full")
+        assert min(entry.own, entry.shared) > 0
         assert entry.words.startswith(" ".join(map(str, document[0, :4].tolist())))
-        assert entry.about["policy"]["name"] == "full"
     with entries.locked(tmp_path, 9.0):
         entries.clean(tmp_path)
     assert saved(tmp_path) == [131, 131]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from breaking import SETTINGS
 from forks import exit_status, forked, in_fork
-from tiny import DEVICE, prompt
+from tiny import DEVICE, begin, decode
 
 from hf_offload import HybridCache, WorkerError
 from hf_offload.cpu.kernels import move_records
@@ -23,19 +24,12 @@ from hf_offload.cpu.kernels import move_records
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")
 
 
-def begun(memory: str) -> tuple[HybridCache, torch.Tensor]:
+def begun(memory: str) -> tuple[HybridCache, Callable[[], torch.Tensor]]:
+    """A cache, and what gives the logits of its next eight steps."""
     setting = SETTINGS[memory]
     cache = HybridCache(setting.model, setting.policy, **setting.knobs)
-    with torch.no_grad():
-        logits = setting.model(prompt(1, 150)[0], past_key_values=cache).logits
-    return cache, steps(memory, cache, logits, 6)
-
-
-@torch.no_grad()
-def steps(memory: str, cache: HybridCache, logits: torch.Tensor, count: int) -> torch.Tensor:
-    for _ in range(count):
-        logits = SETTINGS[memory].model(logits[:, -1:].argmax(-1), past_key_values=cache).logits
-    return logits
+    token, mask = begin(setting.model, cache, 1, 150, 6)
+    return cache, lambda: decode(setting.model, cache, token, mask, 8)[1]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +40,13 @@ def test_parent_and_child_go_on_after_a_fork(memory: str) -> None:
 
     def fork_with_a_cache() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-        want = steps(memory, *begun(memory), 8)
+        want = begun(memory)[1]()
         for delay in (0.0, 0.05):
-            cache, logits = begun(memory)
+            cache, steps = begun(memory)
             cache.settings.worker.delay = delay
 
-            def go_on(cache: HybridCache = cache, logits: torch.Tensor = logits) -> None:
-                torch.testing.assert_close(steps(memory, cache, logits, 8), want, atol=1e-4, rtol=0)
+            def go_on(steps: Any = steps) -> None:
+                torch.testing.assert_close(steps(), want, atol=1e-4, rtol=0)
 
             def go_on_in_the_child(cache: HybridCache = cache, go_on: Any = go_on) -> None:
                 try:

@@ -19,25 +19,17 @@ from hf_offload.cpu.thread_pool import DELAY
 pytestmark = pytest.mark.slow
 EXACT, REPLAYS, LAGGING = "tests/test_exactness.py", "tests/graph/test_replays.py", "tests/gpu/test_lagging.py"
 FAULTS = "nobody_wrote or names_the_purpose or hangs or (nth_fault and split and not torch_operations)"
+ODD = "int8 or group_sizes or masks or visible or tower or padding"
 UNMARKED = ["-m", "not gpu and not slow"]
-QUICK = {
+ON_A_DEVICE = {
     "the device itself": ([LAGGING], 9),
     "memory that cannot be pinned": ([LAGGING, "-m", "slow"], 15),
-    "policies": ([EXACT, "-k", "covering and gemma3 and split and (select or all or hgca)"], 2),
-    "graphs": ([f"{REPLAYS}::test_replays_give_the_logits_of_eager_steps[cuda-scout-attend-llama-1]"], 1),
-}
-LONG = {
     "policies": ([EXACT, *UNMARKED, "-k", "split"], 24),
     "graphs": ([REPLAYS, "-m", "gpu", "-k", "llama"], 12),
     "faults": (["tests/test_faults.py", *UNMARKED, "-k", FAULTS], 12),
-    "odd cases": (["tests/test_int8.py", "tests/test_odd_cases.py", *UNMARKED], 20),
+    "odd cases": (["tests/test_int8.py", "tests/test_hybrid_cache.py", *UNMARKED, "-k", ODD], 20),
     "memory": (["tests/blocks", "tests/attention", "tests/gpu/test_handover.py", "-m", "gpu"], 70),
 }
-
-simulated = pytest.mark.skipif(
-    torch.cuda.is_available() or sys.platform != "linux" or shutil.which("c++") is None,
-    reason="there is a GPU, or no compiler",
-)
 
 
 def passes(arguments: list[str], least: int, **environment: str) -> None:
@@ -56,12 +48,6 @@ def passes(arguments: list[str], least: int, **environment: str) -> None:
     assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= least, told
 
 
-def on_a_device(when: str, arguments: list[str], least: int) -> None:
-    """Run tests with a device that lags behind like this."""
-    pytest.importorskip("triton")
-    passes(arguments, least, **{pretended.VARIABLE: when, "HF_OFFLOAD_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"})
-
-
 def test_exactness_with_every_hand_over_late() -> None:
     """Each job of the worker and each copy two milliseconds late, which reveals reads of an earlier step's data."""
     passes([EXACT, "-x", "-m", "slow or not slow"], 100, **{DELAY: "2"})
@@ -74,14 +60,13 @@ def test_under_other_defaults(suite: str, name: str) -> None:
     passes([suite, *(("-k", "not gemma3") if name == "meta" else ())], 4, HF_OFFLOAD_TEST_DEFAULT=name)
 
 
-@simulated
-@pytest.mark.parametrize("name", QUICK)
-def test_a_gpu_that_lags_behind(name: str) -> None:
-    on_a_device("late", *QUICK[name])
-
-
-@simulated
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.skipif(
+    torch.cuda.is_available() or sys.platform != "linux" or shutil.which("c++") is None,
+    reason="there is a GPU, or no compiler",
+)
+@pytest.mark.parametrize("name", ON_A_DEVICE)
 @pytest.mark.parametrize("when", pretended.WHEN)
-def test_all_that_takes_a_gpu(when: str, name: str) -> None:
-    on_a_device(when, *LONG[name])
+def test_a_gpu_that_lags_behind(when: str, name: str) -> None:
+    pytest.importorskip("triton")
+    device = {pretended.VARIABLE: when, "HF_OFFLOAD_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    passes(*ON_A_DEVICE[name], **device)

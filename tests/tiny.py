@@ -70,11 +70,7 @@ def tiny_model(
 ) -> Any:
     """A random model in eval mode; the same weights for the same seed, whatever the attention implementation.
 
-    Args:
-        family: one of `FAMILIES`, or a config.
-        attn_implementation: as for `from_config`.
-        seed: of the weights.
-        kind: its auto class; None: `AutoModelForCausalLM`.
+    It is of a family or of a config, and of an auto class, which is `AutoModelForCausalLM` unless another is given.
     """
     config = _config(family) if isinstance(family, str) else copy.deepcopy(family)
     torch.manual_seed(seed)
