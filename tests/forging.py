@@ -40,9 +40,6 @@ Forgery = tuple[str, Callable[[Any, Tensors, Tensors], None]]
 """Its name, and what it does to the text, the tensors and the first segment of a cache."""
 
 
-# --- contents ---------------------------------------------------------------------------------------------------------
-
-
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The values in a JSON text, and the ways to them; of what there are many of a kind, one."""
     if path:
@@ -133,9 +130,6 @@ def tensor_forgeries(tensors: Tensors, which: int) -> Iterator[Forgery]:
         yield f"{name} has another name", partial(change, name, {f"{name}.more": tensor})
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def write(folder: Path, about: Any, tensors: Tensors, segment: Tensors | None = None) -> None:
     """Write the files of a cache, with valid checksums; its segment only if one is given."""
     if segment is not None:
@@ -198,9 +192,6 @@ def pipes(path: Path) -> Iterator[str]:
         path.unlink()
         create(path)
         yield f"{path.name} is {kind}"
-
-
-# --- trials -----------------------------------------------------------------------------------------------------------
 
 
 class Trial:

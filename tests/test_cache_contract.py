@@ -28,8 +28,6 @@ def models() -> Models:
     return {(f, a): tiny_model(f, a) for f in ("llama", "gemma3") for a in ("hybrid_sparse", "sdpa")}
 
 
-# --- what a cache says of itself --------------------------------------------------------------------------------------
-
 ASKED: dict[str, Callable[[Any], Any]] = {
     "get_seq_length": lambda cache: [cache.get_seq_length(i) for i in (0, 1, 3, 99)],
     "get_max_length": lambda cache: [cache.get_max_length(i) for i in (None, 0, 1, 99)],
@@ -108,8 +106,6 @@ def test_it_answers_as_dynamic_cache_does(models: Models, family: str, tier: str
     assert not ours.is_initialized
     assert ours.batch_size == -1
 
-
-# --- what is done to its rows -----------------------------------------------------------------------------------------
 
 FIXED: dict[str, Any] = {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}
 PREDICTOR = ConstantPredictor(budget0=0.2, slope=0.02, sinks=16, local=32)

@@ -48,8 +48,7 @@ def test_profile_is_written_and_its_line_works(tmp_path: Path, loads: list[tuple
     words = ["profile", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.exception
-    assert "loading " in result.stderr
-    assert "window 2 of 2: 100%" in result.stderr
+    assert re.search(r"loading .*window 2 of 2: 100%", result.stderr, re.DOTALL)
     assert "100%" not in result.stdout
     assert loads == [("org/name", {"attn_implementation": "hybrid_sparse", "dtype": torch.float32})]
     data = json.loads(out.read_text())
@@ -174,12 +173,9 @@ MISTAKES = [
     ("plan --device-memory much", "device-memory='much' is not an amount"),
     ("plan --dtype int3", "dtype='int3' is not known; use one of auto, "),
     ("plan --polcy full", "No such option: --polcy"),
-    ("plna", "No such command 'plna'"),
     ("tune --target-kl 0", "target_kl=0.0 is not a divergence"),
     (f"tune --tokens {10**20}", "tokens=100000000000000000000 is too large for a count"),
     ("tune --tier three", "tier='three' is not known; use one of one, split, or None"),
-    ("tune --predictor none.safetensors", "none.safetensors"),
-    ("tune --text .", "Invalid value for '--text'"),
     ("train-fluxion --out . --tau 3", "tau=[3.0] are no deviations"),
     ("train-fluxion", "Missing option '--out'"),
     ("serve --max-context 32m", "context='32m' is not a number of tokens"),
@@ -189,8 +185,6 @@ MISTAKES = [
     ("profile --budget 10", "budget=10 is less than"),
     ("profile --resident 40", "resident=40 tokens leave no room"),
     ("profile --tokens 100 --resident 256", "tokens=100 of prompt all fit into resident=256"),
-    ("profile --dtype int3", "dtype='int3' is not known; use one of auto, float32"),
-    ("profile --text no-such-file.txt", "no-such-file.txt"),
     ("profile --out none/profile.json", "lies in a folder that does not exist; make it first"),
 ]
 

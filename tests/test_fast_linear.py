@@ -75,9 +75,6 @@ def assert_follows(layer: nn.Linear, kernel: Counted, products: int = 1, x: torc
     assert kernel.products - before == products
 
 
-# --- counting and giving back ----------------------------------------------------------------------------------------
-
-
 def classes(model: nn.Module) -> set[type]:
     return {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
 
@@ -124,9 +121,6 @@ def test_what_has_no_layers_like_these_is_left_alone() -> None:
     assert type(own) is nn.Linear
     with pytest.raises(TypeError, match="not a str"):
         fast_linear("model")  # type: ignore[arg-type]
-
-
-# --- what is done to weights -----------------------------------------------------------------------------------------
 
 
 def test_weights_that_change_are_followed(layer: nn.Linear, kernel: Counted) -> None:
@@ -208,9 +202,6 @@ def test_adapters_are_merged(kernel: Counted) -> None:
                 )
                 adapted.merge_adapter()
         torch.testing.assert_close(adapted.unload()(ids).logits, adapted.get_base_model()(ids).logits)
-
-
-# --- how it is called ------------------------------------------------------------------------------------------------
 
 
 def test_inputs_of_every_form(layer: nn.Linear, kernel: Counted) -> None:

@@ -23,8 +23,6 @@ from hf_offload.blocks import resident_set as resident
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.resident_set import ResidentSet
 
-# --- any call may fail ------------------------------------------------------------------------------------------------
-
 LIFE = (190, 40, 1, 1, 1, "repeat", 1, 1, 9, "fork", "select", "reorder", "crop", 1, 60, 1, "reset", 30, 1)
 """A prompt, turns, steps that fill a block, and changes."""
 
@@ -151,8 +149,6 @@ def test_memory_that_nobody_wrote_is_never_read(monkeypatch: pytest.MonkeyPatch,
     for what in (*LIFE[:5], "fork", 17, 1, "crop", *[1] * 12):
         act(history, what)
 
-
-# --- what errors say --------------------------------------------------------------------------------------------------
 
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 8, "prefill_tile": 64}
 SPLIT: dict[str, Any] = {"tier": "split", "resident": 64}

@@ -40,9 +40,6 @@ def check_after(history: History, taken: int) -> None:
     history.crop(9)
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
-
-
 QUICK = ("split", "attend", "samples", "int8", "h2o", "infinigen", "hgca", "fluxion, shared")
 
 
@@ -131,9 +128,6 @@ def test_a_forward_that_ended_early_says_how_to_go_on() -> None:
     assert {layer.get_seq_length() for layer in history.caches[0].layers} == {70}
 
 
-# --- changes that are refused -----------------------------------------------------------------------------------------
-
-
 def test_a_cache_that_is_changed_within_a_forward_wants_a_reset() -> None:
     history = begun(ONE)
     cache = history.caches[0]
@@ -145,9 +139,6 @@ def test_a_cache_that_is_changed_within_a_forward_wants_a_reset() -> None:
         cache.reset()
         history.ids, history.mask = history.ids[:, :0], history.mask[:, :0]
         history.feed(*tokens(2, 20, 0))
-
-
-# --- threads ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", ["one", "hgca"])

@@ -20,7 +20,6 @@ from hf_offload_cli import app
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"resident": 64, "block_size": 16}),
-    "full, int8": ("full", {"resident": 64, "block_size": 8, "host_dtype": "int8"}),
     "window": ("window", {"budget": 128}),
     "scout": ("scout", {**SMALL, "recent": 16, "block_size": 16}),
     "scout, int8": ("scout", {**SMALL, "recent": 16, "block_size": 16, "host_dtype": "int8", "prefill_tile": 64}),

@@ -100,10 +100,6 @@ def plain(model: PreTrainedModel, prompt: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def scores(out: Any) -> torch.Tensor:
-    return torch.stack(out.scores)
-
-
 def saved(folder: Path) -> list[int]:
     """The lengths of the entries on disk."""
     return sorted(entry.tokens for entry in entries.list_entries(folder))
@@ -133,7 +129,7 @@ def test_memory_and_disk_go_on_bit_for_bit_alike(make: Make, model: PreTrainedMo
         tokens, where, out = ask(again, second, keep=False)
         assert (tokens, where) == (307, source)
         answers.append(out)
-    assert torch.equal(*map(scores, answers))
+    assert torch.equal(*(torch.stack(out.scores) for out in answers))
     if policy == "full":
         assert torch.equal(answers[0].sequences, plain(model, second))
 
@@ -218,24 +214,6 @@ def test_a_model_that_cannot_crop_finds_what_was_read_and_eight_turns(
         store.flush()
     assert len(store._held) == prefix_store.MOST_CHECKPOINTS
     assert len(saved(tmp_path / "chat")) <= prefix_store.MOST_CHECKPOINTS
-
-
-def test_a_prompt_in_chunks_is_saved_by_segments(make: Make, tmp_path: Path) -> None:
-    store, lengths = make(segment_tokens=64), []
-    with store.open(ids(300)) as found:
-        after = found.cache.after_forward
-        assert after is not None
-
-        def told() -> None:
-            after()
-            lengths.append(saved(tmp_path))
-
-        found.cache.after_forward = told
-        found.read(chunk=32)
-    assert lengths == [[], [64], [64], [128], [128], [192], [192], [256], [256], [256]]
-    store.close()
-    assert saved(tmp_path) == [298]
-    assert len(list(tmp_path.glob("*/*/segment*"))) == 5
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 37, 38, 39, 500])
@@ -429,24 +407,24 @@ def test_rows_and_padding_are_not_kept(make: Make, model: PreTrainedModel) -> No
 
 def test_wrong_input_is_refused(make: Make, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make()
+    monkeypatch.setattr(model.config, "image_token_id", 77, raising=False)
     for wrong, error, words in (
         (torch.zeros(2, 5, dtype=torch.long), ValueError, "one row without padding"),
         ([], ValueError, "no token"),
         (torch.zeros(1, 4), TypeError, "integers"),
         (torch.tensor([[1, -7]]), ValueError, "no token ids"),
+        ([5, 77, 6], ValueError, "image_token_id 77"),
     ):
         with pytest.raises(error, match=words), store.open(wrong):
             pass
-    monkeypatch.setattr(model.config, "image_token_id", 77, raising=False)
-    with pytest.raises(ValueError, match="image_token_id 77"), store.open([5, 77, 6]):
-        pass
     with store.open([5, 7, 6]) as found:
-        with pytest.raises(ValueError, match="begin otherwise"):
-            found.keep([[5, 7, 8, 9]])
-        with pytest.raises(ValueError, match="stop=-1"):
-            found.read(stop=-1)
-        with pytest.raises(ValueError, match="chunk=1"):
-            found.read(chunk=1)
+        for attempt, words in (
+            (lambda: found.keep([[5, 7, 8, 9]]), "begin otherwise"),
+            (lambda: found.read(stop=-1), "stop=-1"),
+            (lambda: found.read(chunk=1), "chunk=1"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                attempt()
         out = generate(model, torch.tensor([[5, 7, 6]]), found.cache)
         with pytest.raises(ValueError, match="give all that"):
             found.keep([[5, 7, 6]])
@@ -539,20 +517,19 @@ def test_blocks_that_end_early_raise_what_the_user_raised(make: Make, models: Mo
 
 def test_a_child_process_has_no_part_in_the_store(make: Make, tmp_path: Path) -> None:
     """It neither holds the lock, nor saves, nor opens; the parent goes on."""
-    store = make()
+    store, start = make(), time.monotonic()
     ask(store, ids(50))
 
     def in_child() -> None:
         store.close()
         with pytest.raises(RuntimeError, match="forked"), store.open(ids(50)):
             pass
-        time.sleep(3)
+        time.sleep(5)
 
     with entries.locked(tmp_path, 9.0):
         child = forked(in_child)
-    start = time.monotonic()
     store.flush()
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 5
     assert exit_status(child) == 0
 
 

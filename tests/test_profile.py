@@ -87,7 +87,6 @@ def test_refusals() -> None:
         ({"tokens": 2.5}, r"tokens=2\.5 is not a count"),
         ({"threshold": 0.0}, r"threshold=0\.0 .* use a number above 0 and below 1"),
         ({"recall": 4}, "recall=4 .* leave recall out"),
-        ({"colour": 4}, "colour: not a knob"),
         ({"tokens": 390}, "the text has 400 tokens, but .* need 414; use a longer text"),
         ({"windows": 20}, "the text has 400 tokens, but .* need 440; use a longer text"),
         ({"ids": text().expand(2, -1)}, r"shape \[2, 400\] are not one text"),

@@ -167,17 +167,10 @@ def test_a_loaded_cache_is_a_cache(models: Models, saved: Any) -> None:
 
 
 def test_the_files_are_safetensors(saved: Any) -> None:
-    folder = saved[0]
-    for name in FILES:
-        assert load_file(file_of(folder, name))
-    blocks = load_file(file_of(folder, "segment"))["layers.0.blocks"]
-    assert blocks.shape == (2 * 12, 2, 2, 16, 16)
-    tail = load_file(file_of(folder, "tail"))["layers.0.blocks"]
-    assert tail.shape == (2, 2, 2, 16, 16)
-    assert not tail[:, :, :, PROMPT % 16 :].any()  # what was in memory behind the tokens is not written
-
-
-# --- what is wrong with a folder --------------------------------------------------------------------------------------
+    files = {name: load_file(file_of(saved[0], name)) for name in FILES}
+    assert all(files.values())
+    assert files["segment"]["layers.0.blocks"].shape == (2 * 12, 2, 2, 16, 16)
+    assert not files["tail"]["layers.0.blocks"][:, :, :, PROMPT % 16 :].any()  # what was in memory behind the tokens
 
 
 def about_of(folder: Path) -> dict[str, Any]:

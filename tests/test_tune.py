@@ -125,7 +125,6 @@ def test_two_standard_errors_and_every_window_count() -> None:
     ("change", "told"),
     [
         ({"target": float("nan")}, "target_kl=nan"),
-        ({"steps": 0}, "steps=0 is not a count"),
         ({"tokens": 400}, "the text has 500 tokens, but 2 windows"),
         ({"held_out": torch.ones(1, 300, dtype=torch.long)}, "the text has 300 tokens"),
         ({"tier": "wrong"}, "tier='wrong' is not known"),
@@ -150,8 +149,6 @@ def test_the_command(tmp_path: Path, ladders: None, monkeypatch: pytest.MonkeyPa
     assert re.search(r"HybridCache\(model, \"\w+\"", result.output)
     assert "On the text that was held out" in result.output
 
-
-# --- what is measured ------------------------------------------------------------------------------------------------
 
 TOKEN = 2 * 4 * 2 * 16 * 4  # K and V, layers, heads, channels, bytes
 
