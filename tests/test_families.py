@@ -121,9 +121,6 @@ def test_layers_that_share_keys_see_the_block_that_the_other_began(policy: str, 
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-# --- layers whose keys and values do not fit into blocks --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "reason"),
     [

@@ -26,7 +26,7 @@ TEST_SECONDS = 90
 LOG_CHARACTERS = 12_000
 
 GRAPH = "tests/gpu/test_graph_cuda.py"
-MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "odd_cases", "hybrid_cache", "faults")]
+MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "hybrid_cache", "faults")]
 ON_GPU = ["-m", "not slow and not gpu"]
 FLAGS = [f"tests/gpu/test_{name}.py" for name in ("flags", "handover")]
 ELSEWHERE = [f"--ignore={path}" for path in ("tests/eval", GRAPH, *FLAGS)]
