@@ -188,7 +188,7 @@ def test_a_mask_for_fewer_keys_than_are_cached_is_refused() -> None:
     with torch.no_grad():
         model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="has a mask for 1 of 41 keys"):
-            model(ids[:, :1], attention_mask=torch.zeros(1, 1, 1, 1), past_key_values=cache)
+            model(ids[:, :1], attention_mask=torch.zeros(1, 1, 1, 1, device=DEVICE), past_key_values=cache)
 
 
 def test_a_model_that_slices_masks_for_shared_keys_gets_dense_ones() -> None:
@@ -240,7 +240,7 @@ def test_stock_layers_go_along(family: str, way: str, tmp_path: Path, monkeypatc
         assert made.stats().as_dict()["stock_layers"] == cache.stats().as_dict()["stock_layers"] != []
         for length in (7, 1, 1):
             mask = torch.cat([mask, mask.new_ones(2, length)], 1)
-            more = torch.full((2, length), 9)
+            more = torch.full((2, length), 9, device=DEVICE)
             got = model(more, attention_mask=mask, past_key_values=made).logits
             want = model(more, attention_mask=mask, past_key_values=stock).logits
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
