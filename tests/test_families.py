@@ -166,16 +166,19 @@ def test_a_failed_first_forward_leaves_nothing_in_stock_layers() -> None:
     assert torch.equal(got, forward(model, stock, ids, mask, 0, 40))
 
 
-def test_layers_with_linear_attention_do_not_repeat_a_failed_forward() -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3"])
+def test_layers_that_cannot_undo_a_failed_forward_do_not_repeat_it(family: str) -> None:
     """Their state has taken the tokens in; a second time would count them twice."""
-    model = build("qwen3_next", "hybrid_sparse")
+    model = tiny_model(family if family == "gemma3" else config(family))
     cache = HybridCache(model, "full", block_size=16)
     ids = prompt(1, 40)[0]
     with torch.no_grad():
         want = model(ids, past_key_values=cache).logits
         with model.model.layers[3].register_forward_hook(fail), pytest.raises(ArithmeticError):
             model(ids[:, :1], past_key_values=cache)
-        with pytest.raises(RuntimeError, match=r"linear attention cannot undo a forward that failed; call reset\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"sliding windows or linear attention cannot undo a forward that failed; call reset\(\)"
+        ):
             model(ids[:, :1], past_key_values=cache)
         cache.reset()
         assert torch.equal(model(ids, past_key_values=cache).logits, want)

@@ -245,12 +245,14 @@ def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, ke
 
 
 def test_two_threads_at_once(layer: nn.Linear) -> None:
-    def work(seed: int) -> None:
+    other = nn.Linear(48, 40).eval()
+
+    def work(mine: nn.Linear, seed: int) -> None:
         x = torch.randn(1, 48, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            want = stock(layer, x)
-            for _ in range(200):
-                torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+            want = stock(mine, x)
+            for _ in range(300):
+                torch.testing.assert_close(mine(x), want, rtol=1e-5, atol=1e-5)
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3)))
+    with fast_linear(other), ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, (layer, other, layer), range(3)))

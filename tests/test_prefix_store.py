@@ -274,10 +274,14 @@ def test_limits_hold_within_one_entry_and_the_newest_stay(make: Make, tmp_path: 
 def test_what_is_in_use_is_not_evicted(make: Make, model: PreTrainedModel) -> None:
     store = make(max_ram=1, max_bytes=1)
     second = joined(ask(store, ids(300))[2].sequences, ids(5))
+    store.flush()
+    (durable,) = store._disk
     with store.open(second) as found:
         assert found.tokens == 307
         for seed in range(3):
             ask(store, ids(100, 5 + seed))
+            store.flush()
+            assert durable.exists()
         got = generate(model, second, found.cache)
     assert torch.equal(got.sequences, plain(model, second))
 

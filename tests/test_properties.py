@@ -285,17 +285,11 @@ class Kept(Histories):
 
 
 def run(examples: int, fixed: bool, histories: type[Histories] = Histories) -> None:
-    run_state_machine_as_test(
-        histories,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=12,
-            deadline=None,
-            derandomize=fixed,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    how = settings(
+        max_examples=examples, stateful_step_count=12, deadline=None, derandomize=fixed, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    run_state_machine_as_test(histories, settings=how)
 
 
 def test_any_history_leaves_the_cache_right() -> None:

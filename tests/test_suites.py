@@ -35,14 +35,8 @@ ON_A_DEVICE = {
 def passes(arguments: list[str], least: int, **environment: str) -> None:
     """Run tests; so many at least have to pass, and all do."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    ended = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[1],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    root = Path(__file__).parents[1]
+    ended = subprocess.run(command, cwd=root, env=os.environ | environment, capture_output=True, text=True, check=False)
     told = ended.stdout[-4000:] + ended.stderr[-1000:]
     assert ended.returncode == 0, told
     assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= least, told
