@@ -27,7 +27,7 @@ ON_A_DEVICE = {
     "policies": ([EXACT, *UNMARKED, "-k", "split"], 24),
     "graphs": ([REPLAYS, "-m", "gpu", "-k", "llama"], 12),
     "faults": (["tests/test_faults.py", *UNMARKED, "-k", FAULTS], 12),
-    "odd cases": (["tests/test_int8.py", "tests/test_hybrid_cache.py", *UNMARKED, "-k", ODD], 20),
+    "odd cases": (["tests/test_int8.py", "tests/test_hybrid_cache.py", *UNMARKED, "-k", ODD], 12),
     "memory": (["tests/blocks", "tests/attention", "tests/gpu/test_handover.py", "-m", "gpu"], 70),
 }
 
