@@ -17,24 +17,16 @@ from hf_offload import HybridCache
 from hf_offload.attention.step_cpu import CpuStep
 
 STEPS = 10
-SMALL: dict[str, Any] = {"sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}
-SPLIT: dict[str, Any] = {"tier": "split", "resident": 64, "recall": 2}
-SCOUT: dict[str, dict[str, Any]] = {
-    "off": {"lookahead": "off", "tier": "one"},
-    "split-select": {"lookahead": "select", **SPLIT},
-    "split-attend": {"lookahead": "attend", **SPLIT},
-}
+SCOUT: dict[str, Any] = {"sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,), "budget": 64}
+SPLIT: dict[str, Any] = {**SCOUT, "tier": "split", "resident": 64, "recall": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "full": {"policy": "full"},
-    "full-split": {"policy": "full", "tier": "split", "resident": 64, "block_size": 8},
-    "window": {"policy": "window", "budget": 64, "sinks": 8, "block_size": 8},
-    **{
-        f"{name}-{budget}": {"policy": "scout", "budget": budget, **SMALL, **knobs}
-        for name, knobs in SCOUT.items()
-        for budget in (64, 512)
-    },
+    "full": {"policy": "full", "tier": "split", "resident": 64, "block_size": 8},
+    "off": {**SCOUT, "lookahead": "off", "tier": "one"},
+    "select": {**SPLIT, "lookahead": "select"},
+    "attend": {**SPLIT, "lookahead": "attend"},
+    "attend, all": {**SPLIT, "lookahead": "attend", "budget": 512},
 }
-FAMILIES = {"llama": list(CASES), "qwen3": ["split-attend-64"], "olmo2": ["split-attend-64", "split-select-64"]}
+FAMILIES = {"llama": list(CASES), "qwen3": ["attend"], "olmo2": ["attend", "select"]}
 """Olmo 2 gathers its projections, keys and queries of all heads, on every rank: a prediction exchanges too."""
 
 
@@ -74,7 +66,7 @@ def main(folder: Path) -> None:
             raise MemoryError("no memory on this rank")
 
         CpuStep.run = fail  # type: ignore[method-assign]
-    generate(model, "off-64")
+    generate(model, "off")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from hf_offload.cpu.thread_pool import Worker
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
-UNDONE = r"only 0 of 1 tasks were done"
-"""What is said of a launch whose kernel died."""
+UNDONE = r"only 0 of 1 tasks were done"  # what is said of a launch whose kernel died
 
 _BLOCKS: dict[str, Any] = {"block_size": 8, "prefill_tile": 32, "timeout": 120.0}
 _SPLIT: dict[str, Any] = {**_BLOCKS, "tier": "split", "resident": 48}
@@ -121,12 +120,6 @@ class Nth:
         patch.setattr(owner, name, self.before(getattr(owner, name), fault))
 
 
-def importers(name: str) -> list[Any]:
-    """Modules of the package that call a function of `blocks.memory` by this name."""
-    real, modules = getattr(memory, name), [each for key, each in sys.modules.items() if key.startswith("hf_offload")]
-    return [module for module in modules if getattr(module, name, None) is real]
-
-
 def no_memory(*args: Any, **kwargs: Any) -> None:
     with memory.memory_for("a test", "less"):
         raise MemoryError
@@ -147,48 +140,34 @@ def kill(worker: Worker, *args: Any, **kwargs: Any) -> None:
 @contextmanager
 def host_memory(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
     """Memory on the host, wherever the package asks for it."""
-    failing = nth.before(memory.host_empty, no_memory)
-    for module in importers("host_empty"):
-        patch.setattr(module, "host_empty", failing)
+    real, failing = memory.host_empty, nth.before(memory.host_empty, no_memory)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_offload") and getattr(module, "host_empty", None) is real:
+            patch.setattr(module, "host_empty", failing)
     yield
 
 
-@contextmanager
-def memory_of_lists(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
-    """Blocks, and what NumPy makes of them and of HGCA's lists."""
-    for owner, name in (
-        (HostPool, "allocate"), (move_records, "write_tokens"), (TokenMass, "reserve"), (TokenMass, "before_append"),
-        (TokenMass, "append"), (TokenMass, "_copy_marked"),
-    ):  # fmt: skip
-        nth.patch(patch, owner, name, no_memory)
-    yield
+def calls(fault: Callable[..., Any], *places: tuple[Any, str]) -> Callable[..., Any]:
+    """The n-th call of some functions fails."""
+
+    @contextmanager
+    def patched(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
+        for owner, name in places:
+            nth.patch(patch, owner, name, fault)
+        yield
+
+    return patched
 
 
-@contextmanager
-def kernels(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
-    """Launches, by the model's thread and by others."""
-    for kind, name in ((LaunchSequence, "run"), (Launch, "__call__")):
-        nth.patch(patch, kind, name, break_down)
-    yield
-
-
-@contextmanager
-def divided_launches(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
-    """Launches in a job, however many threads take part."""
-    nth.patch(patch, Worker, "divide", break_down)
-    yield
-
-
-@contextmanager
-def threads_before_a_job(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
-    """All threads of the worker die before a job is handed over."""
-    nth.patch(patch, Worker, "submit", kill)
-    yield
+memory_of_lists = calls(  # blocks, and what NumPy makes of them and of HGCA's lists
+    no_memory, (HostPool, "allocate"), (move_records, "write_tokens"), (TokenMass, "reserve"),
+    (TokenMass, "before_append"), (TokenMass, "append"), (TokenMass, "_copy_marked"),
+)  # fmt: skip
 
 
 @contextmanager
 def threads_at_a_job(patch: pytest.MonkeyPatch, nth: Nth) -> Iterator[None]:
-    """They die between its arrival and its start, so that nobody is left to do it."""
+    """Threads die between a job's arrival and its start, so that nobody is left to do it."""
     real = Worker._ensure_threads
 
     def ensure(worker: Worker) -> None:
@@ -251,7 +230,13 @@ def interrupted_at(nth: Nth, *places: str) -> Iterator[None]:
         sys.setprofile(None)
 
 
-FAULTS = (
-    host_memory, memory_of_lists, kernels, divided_launches, threads_before_a_job, threads_at_a_job, torch_operations,
-    interruptions,
-)  # fmt: skip
+FAULTS: dict[str, Callable[..., Any]] = {
+    "host_memory": host_memory,
+    "memory_of_lists": memory_of_lists,
+    "kernels": calls(break_down, (LaunchSequence, "run"), (Launch, "__call__")),  # by the model's thread and by others
+    "divided_launches": calls(break_down, (Worker, "divide")),  # in a job, however many threads take part
+    "threads_before_a_job": calls(kill, (Worker, "submit")),  # all threads of the worker die
+    "threads_at_a_job": threads_at_a_job,
+    "torch_operations": torch_operations,
+    "interruptions": interruptions,
+}

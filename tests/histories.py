@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from pools import used_blocks
-from tiny import DEVICE, SIZES, spread_weights
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tiny import DEVICE, SIZES, tiny_model
+from transformers import LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.model.hooks import hybrid_layers
@@ -24,21 +24,17 @@ INT8_ERROR = 0.1  # of the largest logit
 @functools.cache
 def model_of(kv_heads: int, dim: int, attn_implementation: str) -> PreTrainedModel:
     """A random model of two layers with four query heads; the same weights whatever the attention implementation."""
-    torch.manual_seed(0)
     sizes = {**SIZES, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
     config = LlamaConfig(**sizes, num_key_value_heads=kv_heads, head_dim=dim)
-    return spread_weights(AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation))
+    return tiny_model(config, attn_implementation)
 
 
 @dataclass(frozen=True)
 class Setting:
     """What caches are made with, and what they can be held to.
 
-    Args:
-        kv_heads, dim: of the model.
-        policy: by name; knobs: of the cache.
-        exact: whether the logits must be those of full attention (up to int8); otherwise two caches, one of which is
-            slow in every hand-over, must agree in every bit.
+    If it is `exact`, the logits must be those of full attention, up to int8. Otherwise two caches, one of which is slow
+    in every hand-over, must agree in every bit.
     """
 
     kv_heads: int
@@ -55,10 +51,6 @@ class Setting:
     def stock(self) -> PreTrainedModel:
         return model_of(self.kv_heads, self.dim, "sdpa")
 
-    @property
-    def packs(self) -> bool:
-        return self.knobs.get("host_dtype") == "int8"
-
     def make(self) -> list[HybridCache]:
         """The caches that live through a history together."""
         caches = [HybridCache(self.model, self.policy, **self.knobs) for _ in range(1 if self.exact else 2)]
@@ -73,13 +65,7 @@ def late(caches: list[HybridCache]) -> list[HybridCache]:
 
 
 class History:
-    """Caches, and the tokens that they must hold.
-
-    Args:
-        setting: of the caches.
-        caches: the caches.
-        ids, mask: `[B, T]`, what they hold.
-    """
+    """Caches, and the tokens `[B, T]` that they must hold."""
 
     def __init__(self, setting: Setting, caches: list[HybridCache], ids: torch.Tensor, mask: torch.Tensor) -> None:
         self.setting, self.caches, self.ids, self.mask = setting, caches, ids, mask
@@ -111,7 +97,9 @@ class History:
         want = self.setting.stock(whole, attention_mask=seen, position_ids=positions, use_cache=False).logits[:, start:]
         largest = max(1.0, want[real].abs().max().item())
         error = (got[0][real] - want[real]).abs().max().item() / largest
-        assert error <= (INT8_ERROR if self.setting.packs else 1e-5), f"off by {error:.2g} of the largest logit"
+        assert error <= (INT8_ERROR if self.setting.knobs.get("host_dtype") == "int8" else 1e-5), (
+            f"off by {error:.2g} of the largest logit"
+        )
 
     def run(self, cache: HybridCache, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """Logits of new tokens `[B, n]`, given the mask of all tokens."""

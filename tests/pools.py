@@ -92,14 +92,9 @@ class Case:
 def given_masses(
     masses: torch.Tensor, kv_heads: int, table: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Vectors, torch.Tensor]:
-    """A digest that scores block n of row b by masses[b, head, n], to the last bit, and its table.
+    """A digest that scores block n of row b by masses[b, head, n], to the last bit of its dtype, and its table.
 
-    Each query head picks out its own channel of the vectors.
-
-    Args:
-        masses: [B, Hq, N]; -inf for all heads of a row or for none.
-        table: [B, N or more], no block twice; a new one by default.
-        dtype: of the digest, to which the masses are rounded.
+    Each query head picks out its own channel of the vectors; -inf is for all heads of a row or for none.
     """
     batch, heads, blocks = masses.shape
     group, dead = heads // kv_heads, (masses == -math.inf).all(1)

@@ -1,7 +1,6 @@
 """CUDA graphs on CPU tensors: operations are recorded, not run, and replayed on the same memory.
 
-A step's Python code runs once, when it is recorded. A step that reads a tensor's value, or whose shapes depend on
-values, fails as in a capture.
+A step's Python code runs once. A step that reads a tensor's value, or whose shapes depend on values, fails.
 """
 
 from __future__ import annotations

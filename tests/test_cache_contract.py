@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from tiny import in_memory, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
@@ -15,17 +16,17 @@ from transformers.cache_utils import Cache
 from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.cache.layer import HybridLayer
 
+Models = dict[tuple[str, str], PreTrainedModel]
+
 BLOCK = 8
 TIERS: dict[str, dict[str, Any]] = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 48}}
 SCOUT: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8, "block_size": BLOCK}
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[tuple[str, str], PreTrainedModel]:
+def models() -> Models:
     return {(f, a): tiny_model(f, a) for f in ("llama", "gemma3") for a in ("hybrid_sparse", "sdpa")}
 
-
-# --- what a cache says of itself --------------------------------------------------------------------------------------
 
 ASKED: dict[str, Callable[[Any], Any]] = {
     "get_seq_length": lambda cache: [cache.get_seq_length(i) for i in (0, 1, 3, 99)],
@@ -65,9 +66,7 @@ def test_every_name_of_the_contract_is_known() -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_it_answers_as_dynamic_cache_does(
-    models: dict[tuple[str, str], PreTrainedModel], family: str, tier: str
-) -> None:
+def test_it_answers_as_dynamic_cache_does(models: Models, family: str, tier: str) -> None:
     model, stock = models[family, "hybrid_sparse"], models[family, "sdpa"]
     ours, theirs = HybridCache(model, **SCOUT, **TIERS[tier]), DynamicCache(config=stock.config)
     ids, mask = prompt(2, 40)
@@ -107,8 +106,6 @@ def test_it_answers_as_dynamic_cache_does(
     assert not ours.is_initialized
     assert ours.batch_size == -1
 
-
-# --- what is done to its rows -----------------------------------------------------------------------------------------
 
 FIXED: dict[str, Any] = {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}
 PREDICTOR = ConstantPredictor(budget0=0.2, slope=0.02, sinks=16, local=32)
@@ -173,21 +170,13 @@ def combinations() -> list[Any]:
 
 def feed(model: PreTrainedModel, cache: HybridCache, ids: torch.Tensor, mask: torch.Tensor, stop: int) -> torch.Tensor:
     """Feed the tokens up to `stop` that are not cached yet: a prompt of 150, then one by one."""
-    logits = []
-    while (start := cache.get_seq_length()) < stop:
-        end = max(start + 1, 150)
-        positions = (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, start:]
-        inputs = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": positions}
-        with torch.no_grad():
-            logits.append(model(**inputs, past_key_values=cache).logits)
-    return torch.cat(logits, 1)
+    start = cache.get_seq_length()
+    return torch.cat(tiny.feed(model, cache, ids, mask, (start, *range(max(start + 1, 150), stop + 1))), 1)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("change", "kind", "tier"), combinations())
-def test_rows_go_on_as_they_would_have(
-    models: dict[tuple[str, str], PreTrainedModel], change: str, kind: str, tier: str
-) -> None:
+def test_rows_go_on_as_they_would_have(models: Models, change: str, kind: str, tier: str) -> None:
     """Recalls are still on their way when the rows change; a row's blocks, digests and padding go where it goes."""
     model = models["llama", "hybrid_sparse"]
     (name, knobs), (ids, mask) = KINDS[kind], prompt(3, 166)
@@ -211,7 +200,7 @@ def test_rows_go_on_as_they_would_have(
         assert off.max() < 1e-4
 
 
-def test_a_positive_crop_is_refused_and_one_of_too_many_empties(models: dict[tuple[str, str], PreTrainedModel]) -> None:
+def test_a_positive_crop_is_refused_and_one_of_too_many_empties(models: Models) -> None:
     model = models["llama", "hybrid_sparse"]
     cache = HybridCache(model, **SCOUT)
     cache.crop(0)
@@ -229,35 +218,28 @@ def test_a_positive_crop_is_refused_and_one_of_too_many_empties(models: dict[tup
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kept", [0, 5])
-def test_another_text_after_a_crop_finds_nothing_of_the_first(
-    models: dict[tuple[str, str], PreTrainedModel], tier: str, kept: int
-) -> None:
+def test_another_text_after_a_crop_finds_nothing_of_the_first(models: Models, tier: str, kept: int) -> None:
     """Not in the digests' statistics either, by which blocks are chosen."""
     model = models["llama", "hybrid_sparse"]
     first, second = prompt(1, 90)[0], prompt(1, 90, seed=7)[0]
     first[:, :kept] = second[:, :kept]
 
-    def decoded(cache: HybridCache, ids: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            model(ids[:, :80], past_key_values=cache)
-            return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(80, 90)])
-
     knobs = {**SCOUT, **TIERS[tier], "digest": "submean"}
     fresh, used = HybridCache(model, **knobs), HybridCache(model, **knobs)
-    decoded(used, first)
+    mask = torch.ones_like(first)
+    tiny.feed(model, used, first, mask, (0, *range(80, 91)))
     used.crop(kept - used.get_seq_length())
-    with torch.no_grad():
-        for cache in (fresh, used):
-            model(second[:, cache.get_seq_length() : 80], past_key_values=cache)
-        for i in range(80, 90):
-            got, want = (model(second[:, i : i + 1], past_key_values=cache).logits for cache in (used, fresh))
-            assert torch.allclose(got, want, atol=1e-5)
+    got, want = (
+        tiny.feed(model, cache, second, mask, (cache.get_seq_length(), *range(80, 91))) for cache in (used, fresh)
+    )
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", ["full", "quest"])
 def test_rows_that_part_behind_a_full_block_write_into_blocks_of_their_own(
-    models: dict[tuple[str, str], PreTrainedModel], tier: str, kind: str
+    models: Models, tier: str, kind: str
 ) -> None:
     """The block that their next tokens go to may be there already, and is then shared while it is empty."""
     name, knobs = KINDS[kind]

@@ -1,9 +1,7 @@
-"""Callers of `generate()` with an enabled model: pipelines and lm-eval, unchanged."""
+"""Callers of `generate()`, pipelines and lm-eval, unchanged with an enabled model; the lm-eval model `hf_offload`."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +11,17 @@ from tiny import DEVICE, tiny_model
 from torch import nn
 from transformers import PreTrainedModel, pipeline
 
-from hf_offload import HybridCache, disable, enable, enabled
-from hf_offload.tools import assets
+from hf_offload import HybridCache, disable, enable
 
-TEXTS = ["Once upon a time", "No", "It was the best of times"]
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install hf-offload[eval]")
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+
+from hf_offload.lm_eval import HybridLM
+
+PROMPTS = ["Once upon a time there was", "No", "It was the best of times, it was the worst of times", "Call me"]
 
 
 class Meter:
@@ -35,19 +40,35 @@ class Meter:
             self.caches.append(cache)
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return tiny_model("llama", "sdpa")
+def requests(texts: list[str] = PROMPTS, **options: Any) -> list[Instance]:
+    arguments = {"until": ["!"], "max_gen_toks": 12, "do_sample": False, **options}
+    return [Instance("generate_until", {}, (text, arguments), number) for number, text in enumerate(texts)]
 
 
-def test_a_pipeline_works_unchanged(model: PreTrainedModel) -> None:
+def answers(model: PreTrainedModel, tokenizer: Any) -> list[Any]:
+    """Answers and likelihoods, as lm-eval asks for them."""
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
+    weighed = [Instance("loglikelihood", {}, (text, " mat"), number) for number, text in enumerate(PROMPTS)]
+    said: list[Any] = harness.generate_until(requests(), disable_tqdm=True)
+    return said + harness.loglikelihood(weighed, disable_tqdm=True)
+
+
+def hybrid(**options: Any) -> HybridLM:
+    """A model with random weights, by its name in lm-eval."""
+    given = {"tokenizer": letters(), "batch_size": 2, "device": DEVICE}
+    made: HybridLM = get_model("hf_offload")(pretrained=tiny_model("llama", "sdpa"), **given | options)
+    return made
+
+
+def test_a_pipeline_works_unchanged() -> None:
+    model = tiny_model("llama", "sdpa")
     generator = pipeline("text-generation", model=model, tokenizer=letters(), device=DEVICE)
     arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False}
 
     def run() -> list[Any]:
         return [
-            generator(TEXTS, batch_size=2, **arguments),
-            generator(TEXTS[0], num_beams=2, num_return_sequences=2, **arguments),
+            generator(PROMPTS[:3], batch_size=2, **arguments),
+            generator(PROMPTS[0], num_beams=2, num_return_sequences=2, **arguments),
         ]
 
     want = run()
@@ -57,65 +78,37 @@ def test_a_pipeline_works_unchanged(model: PreTrainedModel) -> None:
     assert (len(meter.caches), meter.without) == (3, 0)  # two batches, and one with beams
 
 
-@pytest.fixture
-def tasks(tmp_path: Path) -> Any:
-    """Two tasks of lm-eval without the hub: one that compares likelihoods, one that generates."""
-    lm_eval_tasks = pytest.importorskip("lm_eval.tasks", reason="needs lm-eval: pip install lm-eval")
-    rows = [
-        {"question": f"{a}+{b}=", "choices": [str(a + b), str(a + b + 1)], "answer": 0, "text": str(a + b)}
-        for a, b in ((1, 2), (11, 7), (3, 5), (40, 2))
-    ]
-    data = tmp_path / "sums.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
-    source = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test",
-        "doc_to_text": "Sum: {{question}}",
-    }
-    choose = {"task": "choose_sums", "output_type": "multiple_choice", "doc_to_choice": "{{choices}}"}
-    choose |= {"doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]}
-    write = {"task": "write_sums", "output_type": "generate_until", "doc_to_target": "{{text}}"}
-    write |= {"generation_kwargs": {"until": ["!"], "max_gen_toks": 12}, "metric_list": [{"metric": "exact_match"}]}
-    for task in (choose, write):
-        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
-    return lm_eval_tasks.TaskManager(include_path=str(tmp_path), include_defaults=False)
-
-
-def evaluate(model: Any, tokenizer: Any, tasks: Any, **arguments: Any) -> dict[str, Any]:
-    """Answers and likelihoods of both tasks, by lm-eval."""
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, **arguments)
-    found = simple_evaluate(harness, tasks=["choose_sums", "write_sums"], task_manager=tasks, bootstrap_iters=0)
-    assert found is not None
-    return {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
-
-
-@pytest.mark.parametrize("mixed", [None])
-def test_lm_eval_works_unchanged(model: PreTrainedModel, tasks: Any, mixed: str | None) -> None:
-    tokenizer = letters()
-    want = evaluate(model, tokenizer, tasks, mixed_precision_dtype=mixed)
+def test_lm_eval_works_unchanged() -> None:
+    model, tokenizer = tiny_model("llama", "sdpa"), letters()
+    want = answers(model, tokenizer)
     enable(model, **COVERING)
     meter = Meter(model)
-    assert evaluate(model, tokenizer, tasks, mixed_precision_dtype=mixed) == want
+    assert answers(model, tokenizer) == want
     assert len(meter.caches) == 2  # four prompts to go on from, in batches of two
     assert meter.without > 0  # likelihoods need one forward each, which is the stock one
     disable(model)
-    assert evaluate(model, tokenizer, tasks, mixed_precision_dtype=mixed) == want
+    assert answers(model, tokenizer) == want
+    ours = hybrid(policy="scout", **COVERING)
+    assert ours.generate_until(requests(), disable_tqdm=True) == want[:4]
+    about = ours.get_model_info()["hf_offload"]
+    assert about["policy"] == "scout"
+    assert COVERING.items() <= about["knobs"].items()
+    stats = about["stats"]
+    assert stats["caches"] == 2
+    assert 0 < stats["steps"] <= 2 * 11
+    assert stats["host_bytes"] > 0
+    assert stats["kept_share"] is None
 
 
-@pytest.mark.slow
-def test_smollm2_finds_a_number_in_a_pipeline_and_answers_lm_eval(smollm2: Any, tasks: Any) -> None:
-    model, tokenizer = smollm2
-    needle = assets.hide_number(assets.demo_text("documentation"), tokenizer, tokens=4000)
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    want = evaluate(model, tokenizer, tasks)
-    with enabled(model, budget=1024):
-        answer = generator(
-            tokenizer.decode(needle.prompt[0]), max_new_tokens=16, do_sample=False, return_full_text=False
-        )
-        assert needle.found_in(answer[0]["generated_text"])
-        assert evaluate(model, tokenizer, tasks) == want
-    assert model.config._attn_implementation == "sdpa"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bugdet": 64}, "bugdet=64 is no knob .* was budget meant"),
+        ({"attn_implementation": "eager"}, "attn_implementation='eager' reads no HybridCache"),
+        ({"policy": "scout", "window": 64}, "window: not a knob of policy 'scout'"),
+        ({"policy": "nonesuch"}, "policy='nonesuch' is unknown"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_task_begins(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hybrid(**options)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, in_memory, prompt, tiny_model
+from tiny import FAMILIES, decode, feed, in_memory, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
 from hf_offload import ConstantPredictor
-from hf_offload.attention import interface as function
+from hf_offload.attention import interface
 from hf_offload.cache.layer import HybridLayer
 
 STEPS = 45
@@ -25,29 +25,12 @@ def decode_logits(
     model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor, chunk: int | None, steps: int = STEPS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Greedy tokens `[B, steps]` and their logits, of a prompt that is taken in at once or in chunks."""
-    logits, tokens = [], []
-    with torch.no_grad():
-        length = ids.shape[1]
-        for start in range(0, length, chunk or length):
-            stop = min(start + (chunk or length), length)
-            positions = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, start:]
-            out = model(
-                input_ids=ids[:, start:stop],
-                attention_mask=mask[:, :stop],
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        for _ in range(steps):
-            logits.append(out.logits[:, -1])
-            token = logits[-1].argmax(-1, keepdim=True)
-            tokens.append(token)
-            mask = torch.cat([mask, torch.ones_like(token)], 1)
-            positions = mask.sum(-1, keepdim=True) - 1
-            out = model(
-                input_ids=token, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
-    return torch.cat(tokens, 1), torch.stack(logits, 1)
+    length = ids.shape[1]
+    cuts = [*range(0, length, chunk or length), length]
+    first = feed(model, cache, ids, mask, cuts)[-1][:, -1:]
+    token = first[:, 0].argmax(-1, keepdim=True)
+    tokens, logits = decode(model, cache, token, mask, steps)
+    return torch.cat([token, tokens[:, :-1]], 1), torch.cat([first, logits[:, :-1]], 1)
 
 
 def assert_equal(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -56,13 +39,14 @@ def assert_equal(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tenso
     assert error <= 1e-5 * max(1.0, want[1].abs().max().item()), error
 
 
-POLICIES = {
+AHEAD: dict[str, Any] = {"lookahead": "select", "synchronous_layers": (0,)}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "window": ("window", {"budget": 256, "sinks": 16}),
     "scout-off": ("scout", {"lookahead": "off"}),
-    "scout-select": ("scout", {"lookahead": "select", "synchronous_layers": (0,)}),
+    "scout-select": ("scout", AHEAD),
     "scout-quest": ("scout", {"lookahead": "off", "digest": "quest", "join": "raw"}),
-    "scout-mean": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "digest": "mean", "recall": 3}),
+    "scout-mean": ("scout", {**AHEAD, "digest": "mean", "recall": 3}),
     "full-fetch": ("full", {"host": "fetch"}),
     "quest": ("quest", {"budget": 256, "sinks": 16}),
     "h2o": ("h2o", {"heavy": 1, "recent": 1, "resident": None}),
@@ -71,11 +55,8 @@ POLICIES = {
     "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=16), "resident": None}),
     "hgca": ("hgca", {"window": 40, "beta": 0.0, "resident": None}),
     "scout-drawn": ("scout", {"lookahead": "off", "samples": 2 * 10**9}),
-    "scout-drawn-select": (
-        "scout",
-        {"lookahead": "select", "samples": 2 * 10**9, "synchronous_layers": (0,), "recall": 3},
-    ),
-    "scout-all": ("scout", {"lookahead": "select", "synchronous_layers": (0,), "attend_resident": "all"}),
+    "scout-drawn-select": ("scout", {**AHEAD, "samples": 2 * 10**9, "recall": 3}),
+    "scout-all": ("scout", {**AHEAD, "attend_resident": "all"}),
 }
 
 
@@ -160,18 +141,17 @@ def test_attending_ahead_with_the_real_query_is_full_attention(
     """The host partial starts a layer early; fed the query that will really come, it changes nothing."""
     model, ids, mask, want = reference(oracle, family, batch)
     seen: list[dict[int, torch.Tensor]] = [{}]
-    decode = function.decode
+    real = interface.decode
 
     def record(layer: HybridLayer, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if layer.index in seen[-1]:
             seen.append({})
         seen[-1][layer.index] = query
-        return decode(layer, query, *args, **kwargs)
+        return real(layer, query, *args, **kwargs)
 
-    monkeypatch.setattr(function, "decode", record)
-    decode_logits(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), ids, mask, None)
-    monkeypatch.setattr(function, "decode", decode)
-
+    with monkeypatch.context() as patch:
+        patch.setattr(interface, "decode", record)
+        decode_logits(model, hf_offload.HybridCache(model, "full", block_size=BLOCK), ids, mask, None)
     knobs: dict[str, Any] = {"sinks": 16, "recent": 0, "lookahead": "attend", "synchronous_layers": (0,), **attended}
     cache = hf_offload.HybridCache(model, "scout", tier="split", block_size=BLOCK, **FOUR_BLOCKS, **knobs)
 

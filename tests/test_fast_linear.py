@@ -16,12 +16,9 @@ import pytest
 import torch
 from tiny import DEVICE, prompt, tiny_model
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload import disable, enable, enabled, fast_linear
 from hf_offload.cpu.kernels.linear import MOST_ROWS, faster_than_torch
@@ -78,9 +75,6 @@ def assert_follows(layer: nn.Linear, kernel: Counted, products: int = 1, x: torc
     assert kernel.products - before == products
 
 
-# --- counting and giving back ----------------------------------------------------------------------------------------
-
-
 def classes(model: nn.Module) -> set[type]:
     return {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
 
@@ -90,53 +84,43 @@ def test_layers_are_served_until_the_last_handle_is_closed() -> None:
     before = [sorted(vars(module)) for module in model.modules()]
     first, second = fast_linear(model), fast_linear(model.model)
     assert first.layers == 4 * 7 + 1 == second.layers + 1
-    enable(model, "full")
     first.close()
     first.close()
     assert first.layers == 0
+    assert classes(model) == {FastLinear, nn.Linear}
     second.close()
-    assert classes(model) == {FastLinear}
-    with enabled(model, "window", budget=256):
-        pass
-    assert classes(model) == {FastLinear}
-    enable(model, "full", fast_linear=False)
-    assert classes(model) == {nn.Linear}
     enable(model, "full")
     assert classes(model) == {FastLinear}
     with enabled(model, "window", budget=256, fast_linear=False):
         assert classes(model) == {nn.Linear}
     assert classes(model) == {FastLinear}
-    disable(model)
+    enable(model, "full", fast_linear=False)
     assert classes(model) == {nn.Linear}
+    enable(model, "full")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        assert classes(twin) == {FastLinear}
+        disable(twin)
+        assert classes(twin) == {nn.Linear}
     assert [sorted(vars(module)) for module in model.modules()] == before
-
-
-def test_a_refused_model_is_unchanged_and_a_handle_keeps_none_alive() -> None:
-    model = tiny_model("llama", "sdpa")
     with pytest.raises(ValueError, match="unknown"):
         enable(model, "no such policy")
     assert classes(model) == {nn.Linear}
-    with pytest.raises(TypeError, match="not a str"):
-        fast_linear("model")  # type: ignore[arg-type]
     handle = fast_linear(model)
-    del model
+    del model, twin
     gc.collect()
     assert handle.layers == 0
-    handle.close()
 
 
-def test_other_kinds_of_layers_are_left_alone() -> None:
+def test_what_has_no_layers_like_these_is_left_alone() -> None:
     class Scaled(nn.Linear):
         pass
 
     own = nn.Linear(4, 4)
     own.forward = lambda x: x  # type: ignore[method-assign]
-    model = nn.ModuleList([Scaled(4, 4), own, nn.Bilinear(4, 4, 4)])
-    assert fast_linear(model).layers == 0
+    assert fast_linear(nn.ModuleList([Scaled(4, 4), own, nn.Bilinear(4, 4, 4)])).layers == 0
     assert type(own) is nn.Linear
-
-
-# --- what is done to weights -----------------------------------------------------------------------------------------
+    with pytest.raises(TypeError, match="not a str"):
+        fast_linear("model")  # type: ignore[arg-type]
 
 
 def test_weights_that_change_are_followed(layer: nn.Linear, kernel: Counted) -> None:
@@ -159,18 +143,7 @@ def test_weights_that_change_are_followed(layer: nn.Linear, kernel: Counted) -> 
     assert_follows(layer, kernel, 0)
 
 
-def test_weights_that_are_parametrised_or_sparse_are_left_to_torch(layer: nn.Linear, kernel: Counted) -> None:
-    nn.utils.parametrizations.weight_norm(layer)
-    layer.parametrizations.weight.original0.mul_(3)
-    assert_follows(layer, kernel, 0)
-    sparse = nn.Linear(48, 8, bias=False).eval()
-    sparse.weight = nn.Parameter(torch.eye(8, 48).to_sparse_csr(), requires_grad=False)
-    with fast_linear(sparse):
-        assert torch.equal(sparse(X[0]), X[0, :, :8])
-    assert kernel.products == 0
-
-
-def test_a_bias_of_another_kind_or_shape_is_left_to_torch(layer: nn.Linear, kernel: Counted) -> None:
+def test_what_the_kernel_does_not_know_is_left_to_torch(layer: nn.Linear, kernel: Counted) -> None:
     assert_follows(layer, kernel)  # a product of this shape is laid out
     for bias in (torch.ones(1), torch.arange(80.0)[::2]):
         layer.bias = nn.Parameter(bias)
@@ -184,11 +157,13 @@ def test_a_bias_of_another_kind_or_shape_is_left_to_torch(layer: nn.Linear, kern
     assert_follows(layer, kernel, 0)
     layer.weight = nn.Parameter(torch._neg_view(torch.randn(40, 48)), requires_grad=False)
     assert_follows(layer, kernel, 0)
-    held = nn.Linear(48, 40, bias=False).eval()
-    del held.bias
-    held.register_buffer("bias", torch.randn(40))
-    with fast_linear(held):
-        assert_follows(held, kernel, 0)
+    nn.utils.parametrizations.weight_norm(layer)
+    layer.parametrizations.weight.original0.mul_(3)
+    assert_follows(layer, kernel, 0)
+    sparse = nn.Linear(48, 8, bias=False).eval()
+    sparse.weight = nn.Parameter(torch.eye(8, 48).to_sparse_csr(), requires_grad=False)
+    with fast_linear(sparse):
+        assert kernel.by(lambda: torch.testing.assert_close(sparse(X[0]), X[0, :, :8])) == 0
 
 
 def test_copies_are_served_with_weights_of_their_own(layer: nn.Linear, kernel: Counted) -> None:
@@ -200,12 +175,6 @@ def test_copies_are_served_with_weights_of_their_own(layer: nn.Linear, kernel: C
     for one in copies:
         assert_follows(one, kernel)
         assert one(X).abs().max() > 1
-    model = tiny_model("llama", "sdpa")
-    enable(model, "full")
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        disable(other)
-        assert classes(other) == {nn.Linear}
-    assert classes(model) == {FastLinear}
 
 
 def test_offloaded_weights_are_multiplied(kernel: Counted) -> None:
@@ -217,43 +186,22 @@ def test_offloaded_weights_are_multiplied(kernel: Counted) -> None:
             assert model.lm_head.weight.is_meta
             assert kernel.by(lambda: torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-5)) > 0
         assert kernel.by(lambda: model(ids)) == 0  # the hooks still hold the served forward
-        accelerate.hooks.remove_hook_from_submodules(model)
-    hooked = tiny_model("llama", "sdpa")
-    accelerate.cpu_offload(hooked, execution_device="cpu")
-    assert fast_linear(hooked).layers == 0
+    assert fast_linear(model).layers == 0
 
 
 def test_adapters_are_merged(kernel: Counted) -> None:
     model, ids = tiny_model("llama", "sdpa"), prompt(1, 6)[0]
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4)).eval()
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(weight)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         want = adapted(ids).logits
         with fast_linear(adapted):
             for _ in range(2):
-                before = kernel.products
-                torch.testing.assert_close(adapted(ids).logits, want, rtol=1e-4, atol=1e-4)
-                assert kernel.products > before
+                assert (
+                    kernel.by(lambda: torch.testing.assert_close(adapted(ids).logits, want, rtol=1e-4, atol=1e-4)) > 0
+                )
                 adapted.merge_adapter()
         torch.testing.assert_close(adapted.unload()(ids).logits, adapted.get_base_model()(ids).logits)
-
-
-def test_training_takes_a_step() -> None:
-    served, plain = tiny_model("llama", "sdpa"), tiny_model("llama", "sdpa")
-    ids = prompt(1, 6)[0]
-    with fast_linear(served):
-        for model in (served, plain):
-            for mode in (True, False):  # gradients are wanted in evaluation mode, too
-                model.train(mode)
-                model(ids, labels=ids).loss.backward()
-            torch.optim.SGD(model.parameters(), 0.1).step()
-        for one, other in zip(served.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
-
-
-# --- how it is called ------------------------------------------------------------------------------------------------
 
 
 def test_inputs_of_every_form(layer: nn.Linear, kernel: Counted) -> None:
@@ -270,43 +218,27 @@ def test_inputs_of_every_form(layer: nn.Linear, kernel: Counted) -> None:
 
 def test_torch_sees_what_it_traces_transforms_or_intercepts(layer: nn.Linear, kernel: Counted) -> None:
     want = stock(layer)
-    assert torch.equal(torch.func.vmap(layer)(X), want)
-    with torch.enable_grad():
-        assert layer(X).requires_grad
-    _, tangent = torch.func.jvp(layer, (X,), (X,))
-    torch.testing.assert_close(tangent, want - layer.bias, rtol=1e-5, atol=1e-5)
-    with torch.autograd.forward_ad.dual_level():
-        made = torch.autograd.forward_ad.make_dual(X, X)
-        assert torch.autograd.forward_ad.unpack_dual(layer(made)).tangent is not None
-    assert torch.equal(torch.jit.trace(layer, X, check_trace=False)(2 * X), stock(layer, 2 * X))
-    with FlopCounterMode(display=False) as counter:
-        layer(X)
-    assert counter.get_total_flops() == 2 * 6 * 48 * 40
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
-        layer(X)
-    assert seen
 
     class Twice(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = function(*args, **(kwargs or {}))
             return 2 * found if function is nn.functional.linear else found
 
+    assert torch.equal(torch.func.vmap(layer)(X), want)
+    with torch.enable_grad():
+        assert layer(X).requires_grad
+    tangent = torch.func.jvp(layer, (X,), (X,))[1]
+    torch.testing.assert_close(tangent, want - layer.bias, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.jit.trace(layer, X, check_trace=False)(2 * X), stock(layer, 2 * X))
+    with FlopCounterMode(display=False) as counter:
+        layer(X)
+    assert counter.get_total_flops() == 2 * 6 * 48 * 40
     with Twice():
         assert torch.equal(layer(X), 2 * want)
-    assert "linear" in make_fx(layer, pre_dispatch=True)(X).code
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(X).dtype == torch.bfloat16
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(X), want)
-    exported = torch.export.export(layer, (X,))
-    assert torch.equal(exported.module()(X), want)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(X), want)
+    assert torch.equal(torch.export.export(layer, (X,)).module()(X), want)
     assert kernel.products == 0
     with torch.device("cpu"):  # a function mode, too
         assert kernel.by(lambda: layer(X)) == 1
@@ -324,18 +256,3 @@ def test_two_threads_at_once(layer: nn.Linear) -> None:
 
     with fast_linear(other), ThreadPoolExecutor(3) as pool:
         list(pool.map(work, (layer, other, layer), range(3)))
-
-
-def test_tokens_of_a_real_model_are_those_of_stock_layers(
-    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], kernel: Counted
-) -> None:
-    model, tokenizer = smollm2
-    ids = tokenizer("Once upon a time, in a country by the sea,", return_tensors="pt").input_ids
-    arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    want = model.generate(ids, **arguments)
-    with enabled(model, "full"):
-        assert kernel.by(lambda: None) == 0
-        got = model.generate(ids, **arguments)
-    assert torch.equal(got, want)
-    assert kernel.products == 39 * (30 * 7 + 1) + 1  # and the head for the prompt's last token
-    assert classes(model) == {nn.Linear}

@@ -6,20 +6,23 @@ import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
 from pools import used_bytes
 from test_families import build
-from test_from_cache import TIERS, decode, prefill
-from tiny import prompt, tiny_model
+from test_from_cache import TIERS
+from tiny import begin, decode, prefill, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache
 from hf_offload.blocks import digests
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.policies.hgca.token_mass import TokenMass
+
+Models = dict[str, PreTrainedModel]
 
 BLOCK = 16
 PROMPT = 205
@@ -63,7 +66,7 @@ def pool_bytes(*caches: HybridCache) -> int:
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, PreTrainedModel]:
+def models() -> Models:
     return {family: tiny_model(family) for family in ("llama", "gemma3")}
 
 
@@ -83,31 +86,15 @@ def models() -> dict[str, PreTrainedModel]:
         ("infinigen-int8", "split", 19),
         ("fluxion", "split", 21),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("full-int8", "one", 21),
-                ("scout", "one", 0),
-                ("hgca", "one", 21),
-                ("hgca-int8", "split", 0),
-                ("full-int8", "split", 0),
-                ("scout-attend", "split", 21),
-                ("scout-attend-int8", "split", 0),
-                ("h2o", "split", 21),
-                ("fluxion", "one", 0),
-            )
+            pytest.param(case, tier, when, marks=pytest.mark.slow)
+            for (case, tier), when in zip(product(CASES, TIERS), cycle((0, 21)), strict=False)
         ),
     ],
 )
-def test_every_cache_goes_on_as_one_alone(models: dict[str, PreTrainedModel], case: str, tier: str, when: int) -> None:
+def test_every_cache_goes_on_as_one_alone(models: Models, case: str, tier: str, when: int) -> None:
     model = models["gemma3" if case == "scout" else "llama"]
-    ids, mask = prompt(2, PROMPT)
     alone, cache = make(model, case, tier), make(model, case, tier)
-    token = prefill(model, alone, ids, mask)
-    prefill(model, cache, ids, mask)
-    if when:
-        decode(model, cache, token, mask, when)
-        token = decode(model, alone, token, mask, when)[0][:, -1:]
-        mask = torch.cat([mask, mask.new_ones(2, when)], 1)
+    (token, mask), _ = (begin(model, one, 2, PROMPT, when) for one in (alone, cache))
     fork = cache.fork()
     other = torch.full_like(token, 77)
     strange = decode(model, cache.fork(), other, mask, 20)
@@ -135,12 +122,12 @@ HOLDERS: dict[str, tuple[Callable[[HybridCache], Any], Callable[[Any], HybridCac
 
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(("case", "tier"), [("scout", "one"), ("scout-attend", "split")])
-def test_a_deep_copy_is_a_fork(models: dict[str, PreTrainedModel], case: str, tier: str, holder: str) -> None:
+def test_a_deep_copy_is_a_fork(models: Models, case: str, tier: str, holder: str) -> None:
     """As Transformers' guide reuses the cache of a prompt."""
     hold, held = HOLDERS[holder]
-    model, (ids, mask) = models["llama"], prompt(2, PROMPT)
+    model = models["llama"]
     cache = make(model, case, tier)
-    token = prefill(model, cache, ids, mask)
+    token, mask = begin(model, cache, 2, PROMPT)
     before = pool_bytes(cache)
     whole = copy.deepcopy(hold(cache))
     copied = held(whole)
@@ -156,11 +143,11 @@ def test_a_deep_copy_is_a_fork(models: dict[str, PreTrainedModel], case: str, ti
         assert torch.equal(got[1], want[1])
 
 
-def test_threads_may_copy_one_cache_at_once(models: dict[str, PreTrainedModel]) -> None:
+def test_threads_may_copy_one_cache_at_once(models: Models) -> None:
     """As a server does with the cache of its system prompt."""
-    model, (ids, mask) = models["llama"], prompt(2, PROMPT)
+    model = models["llama"]
     cache = make(model, "scout", "one")
-    token = prefill(model, cache, ids, mask)
+    token, mask = begin(model, cache, 2, PROMPT)
     want, got = decode(model, cache.fork(), token, mask, 4)[1], []
     start = threading.Barrier(4)
 
@@ -179,9 +166,10 @@ def test_threads_may_copy_one_cache_at_once(models: dict[str, PreTrainedModel]) 
 
 def test_a_copy_beside_its_model_is_of_the_copied_model() -> None:
     model = tiny_model("llama")
-    cache = make(model, "scout", "one")
-    ids, mask = prompt(2, PROMPT)
-    token = prefill(model, cache, ids, mask)
+    empty = make(model, "scout", "one")
+    cache = copy.deepcopy(empty)
+    token, mask = begin(model, cache, 2, PROMPT)
+    assert empty.get_seq_length() == 0
     both = copy.deepcopy({"model": model, "cache": cache})
     want = decode(model, cache, token, mask, 4)[1]
     assert torch.equal(decode(both["model"], both["cache"], token, mask, 4)[1], want)
@@ -189,23 +177,14 @@ def test_a_copy_beside_its_model_is_of_the_copied_model() -> None:
         copy.deepcopy(cache.layers)
 
 
-def test_a_deep_copy_of_an_empty_cache_is_empty(models: dict[str, PreTrainedModel]) -> None:
-    cache = make(models["llama"], "scout", "one")
-    copied = copy.deepcopy(cache)
-    ids, mask = prompt(2, PROMPT)
-    prefill(models["llama"], copied, ids, mask)
-    assert (cache.get_seq_length(), copied.get_seq_length()) == (0, PROMPT)
-
-
 @pytest.mark.parametrize(
     ("case", "tier"),
     [("scout", "one"), ("hgca", "split"), pytest.param("scout-attend-int8", "split", marks=pytest.mark.slow)],
 )
-def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
+def test_what_only_a_fork_holds_is_freed_with_it(models: Models, case: str, tier: str) -> None:
     model = models["llama"]
-    ids, mask = prompt(1, 2000)
     cache = make(model, case, tier)
-    token = prefill(model, cache, ids, mask)
+    token, mask = begin(model, cache, 1, 2000)
     one, stats = pool_bytes(cache), cache.stats().as_dict()
     assert stats["host_bytes"] + stats["context_bytes"] == one
     forks = [cache.fork() for _ in range(3)]
@@ -232,12 +211,10 @@ def test_what_only_a_fork_holds_is_freed_with_it(models: dict[str, PreTrainedMod
 
 
 @pytest.mark.parametrize("case", ["full-int8", "scout", "hgca"])
-def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel], case: str) -> None:
+def test_a_fork_may_be_cropped_and_reordered(models: Models, case: str) -> None:
     model = models["llama"]
-    ids, mask = prompt(2, PROMPT)
     cache, alone = make(model, case, "one"), make(model, case, "one")
-    token = prefill(model, cache, ids, mask)
-    prefill(model, alone, ids, mask)
+    (token, mask), _ = (begin(model, one, 2, PROMPT) for one in (cache, alone))
     fork = cache.fork()
     fork.reorder_cache(torch.tensor([1, 0]))
     fork.crop(-(PROMPT - 100))
@@ -251,13 +228,10 @@ def test_a_fork_may_be_cropped_and_reordered(models: dict[str, PreTrainedModel],
 
 
 @pytest.mark.parametrize("case", ["scout", "hgca"])
-def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrainedModel], case: str) -> None:
+def test_padding_that_one_learns_of_is_not_the_others(models: Models, case: str) -> None:
     model = models["llama"]
-    ids, _ = prompt(1, PROMPT)
-    mask = torch.ones_like(ids)
     cache, alone = make(model, case, "one"), make(model, case, "one")
-    token = prefill(model, cache, ids, mask)
-    prefill(model, alone, ids, mask)
+    (token, mask), _ = (begin(model, one, 1, PROMPT) for one in (cache, alone))
     fork, hidden = cache.fork(), mask.clone()
     hidden[:, 40:120] = 0
     strange = decode(model, fork, token, hidden, 20)
@@ -267,7 +241,7 @@ def test_padding_that_one_learns_of_is_not_the_others(models: dict[str, PreTrain
 
 
 @pytest.mark.parametrize("tokens", [5, 40])
-def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrainedModel], tokens: int) -> None:
+def test_a_short_prompt_leaves_each_its_own_statistics(models: Models, tokens: int) -> None:
     """Before there is a digest nothing is fixed: what one fork seals first is not the measure of the other's keys."""
     model = models["llama"]
     ids, mask = prompt(1, tokens)
@@ -280,9 +254,7 @@ def test_a_short_prompt_leaves_each_its_own_statistics(models: dict[str, PreTrai
     assert torch.equal(got[1], want[1])
 
 
-def test_statistics_of_one_fork_change_no_digest_of_another(
-    models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_of_one_fork_change_no_digest_of_another(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks share full blocks without digests. Each then has statistics, and digests of these blocks, of its own."""
     monkeypatch.setattr(digests, "STATISTICS_TOKENS", 64)
     model, (ids, mask) = models["llama"], prompt(1, 50)
@@ -308,11 +280,10 @@ def test_statistics_of_one_fork_change_no_digest_of_another(
         ("hgca", "one"),
     ],
 )
-def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], case: str, tier: str) -> None:
+def test_forks_run_in_threads_of_their_own(models: Models, case: str, tier: str) -> None:
     model = models["llama"]
-    ids, mask = prompt(1, PROMPT)
     cache = make(model, case, tier)
-    token = prefill(model, cache, ids, mask)
+    token, mask = begin(model, cache, 1, PROMPT)
     starts = [torch.full_like(token, 30 + i) for i in range(3)]
     want = [decode(model, cache.fork(), start, mask, 40) for start in starts]
     got: list[Any] = [None] * 3
@@ -329,7 +300,7 @@ def test_forks_run_in_threads_of_their_own(models: dict[str, PreTrainedModel], c
         assert torch.equal(mine[1], theirs[1])
 
 
-def test_generate_answers_from_a_fork(models: dict[str, PreTrainedModel]) -> None:
+def test_generate_answers_from_a_fork(models: Models) -> None:
     """As in the README: the document is taken in once, every question with the document before it."""
     model = models["llama"]
     document, _ = prompt(1, 100)
@@ -345,10 +316,8 @@ def test_generate_answers_from_a_fork(models: dict[str, PreTrainedModel]) -> Non
 
 def test_linear_layers_are_copied() -> None:
     model = build("qwen3_next", "hybrid_sparse")
-    ids, mask = prompt(1, 60)
     cache, alone = (HybridCache(model, "full", block_size=BLOCK) for _ in range(2))
-    token = prefill(model, cache, ids, mask)
-    prefill(model, alone, ids, mask)
+    (token, mask), _ = (begin(model, one, 1, 60) for one in (cache, alone))
     with torch.inference_mode():
         fork = cache.fork()
     strange = decode(model, cache.fork(), torch.full_like(token, 99), mask, 10)

@@ -1,18 +1,20 @@
-"""`HybridCache` as a drop-in: registration, refusals, hooks, `generate()`, its own methods."""
+"""`HybridCache` as a drop-in: registration, refusals, crops, masks, and cases that are difficult."""
 
 from __future__ import annotations
 
-import gc
-import weakref
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from pools import used_blocks
-from tiny import DEVICE, FAMILIES, prompt, tiny_model
+import transformers
+from test_exactness import assert_equal, decode_logits
+from tiny import DEVICE, SIZES, feed, forward, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache, Scout
+from hf_offload.gpu.block_topk import MOST_BLOCKS
 
 BLOCK = 16
 COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": BLOCK, "lookahead": "off"}
@@ -33,10 +35,7 @@ def hooks_on(model: PreTrainedModel) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
-# --- registration and fall back ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "opt"])
 def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
     ours, theirs = tiny_model(family), tiny_model(family, "sdpa")
     ids, mask = prompt(3, 40)
@@ -57,69 +56,37 @@ def test_without_a_hybrid_cache_it_is_sdpa_bit_for_bit(family: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-CONSTANT = ConstantPredictor()
-
-
-@pytest.mark.parametrize(
-    ("policy", "knobs", "named"),
-    [
+def test_knobs_that_do_not_go_together_are_named(llama: PreTrainedModel) -> None:
+    constant = ConstantPredictor()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ("scuot", {}, "policy='scuot' is unknown; use one of fixed_hybrid, .* quest, scout, window"),
         ("scout", {"bugdet": 5}, "bugdet: not a knob.*budget"),
-        ("full", {"budget": 10}, "budget: not a knob"),
         (Scout(), {"budget": 10}, "budget: knobs belong into Scout"),
         ("scout", {"budget": 64}, "budget=64 is less than"),
-        ("quest", {"budget": 8}, "budget=8 is less than the 16 tokens"),
-        *(
-            (policy, {"digest": "median"}, "digest='median' is not known; use one of .*submean")
-            for policy in ("scout", "quest", "fixed_hybrid")
-        ),
-        ("full", {"host": "cpu"}, "host='cpu' is not known; use one of attend, fetch"),
-        ("hgca", {"group": "all"}, "group='all' is not known; use one of any, mean"),
-        ("hgca", {"append": "last"}, "append='last' is not known; use one of max, mean"),
         ("scout", {"recall": "nowhere.json"}, "nowhere.json.*hf-offload profile"),
-        ("scout", {"synchronous_layers": (-1,)}, "synchronous_layers"),
-        ("scout", {"block_size": 33}, "block_size=33"),
-        ("scout", {"tier": "three"}, "tier='three'"),
-        ("scout", {"resident": 32}, "resident=32"),
         ("scout", {"resident": 65536}, "resident=65536 .* use an integer of at most 32768 .* or a larger block_size"),
-        ("infinigen", {"alpha": 0}, "alpha=0 is not a distance of scores"),
-        ("infinigen", {"partial": 1.5}, "partial=1.5 is not a share; use a number above 0 and of at most 1"),
-        ("h2o", {"heavy": 1.5}, "heavy=1.5 is not a share of the cached tokens"),
-        ("fixed_hybrid", {"budget": 1.5}, "budget=1.5 is not a share of the host's tokens; use .* of at most 1"),
-        ("hgca", {"gpu_ratio": 1.5}, "gpu_ratio=1.5 is not a share of the tokens; use a number .* of at most 1"),
-        ("hgca", {"alpha": 0.0}, "alpha=0.0 is not a share of a step"),
         *(
             (policy, {"cuda_graph": True}, f"in a step of policy '{policy}' the host decides")
             for policy in ("h2o", "fixed_hybrid", "hgca")
         ),
         ("fluxion", {}, "fluxion needs a predictor: predictor=PATH"),
-        ("fluxion", {"predictor": CONSTANT, "tau": 0.2}, "tau=0.2: the predictor is for tau=0.1; use that"),
-        ("fluxion", {"predictor": CONSTANT, "digest": "quest"}, "budgets are for 'submean'; use that"),
-        ("fluxion", {"predictor": CONSTANT, "block_size": 32}, "block_size=32: fluxion chooses runs"),
+        ("fluxion", {"predictor": constant, "tau": 0.2}, "tau=0.2: the predictor is for tau=0.1; use that"),
+        ("fluxion", {"predictor": constant, "digest": "quest"}, "budgets are for 'submean'; use that"),
+        ("fluxion", {"predictor": constant, "block_size": 32}, "block_size=32: fluxion chooses runs"),
         ("hgca", {"window": 64, "gpu_ratio": 0.5}, "window=64 and gpu_ratio=0.5 say the same"),
         ("hgca", {"window": 64, "resident": 128}, "resident=128: what is resident is the window .* leave it out"),
         ("hgca", {"window": 99999}, "the window of 99999 tokens takes 3126 blocks of 32 .* more than 1024"),
-    ],
-)
-def test_wrong_knobs_are_named(llama: PreTrainedModel, policy: Any, knobs: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        HybridCache(llama, policy, **knobs)
+    ]
+    for policy, knobs, named in cases:
+        with pytest.raises(ValueError, match=named):
+            HybridCache(llama, policy, **knobs)
 
 
-def test_a_model_with_another_attention_is_refused(stock: PreTrainedModel) -> None:
+def test_another_attention_and_what_is_no_model_are_refused(stock: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="set_attn_implementation"):
         HybridCache(stock)
-
-
-def test_not_a_model_is_refused() -> None:
     with pytest.raises(TypeError, match="Transformers model"):
         HybridCache("gpt2")  # type: ignore[arg-type]
-
-
-def test_an_attention_that_is_changed_later_is_noticed(llama: PreTrainedModel) -> None:
     model = tiny_model("llama")
     cache = HybridCache(model, **COVERING)
     model.set_attn_implementation("sdpa")
@@ -128,132 +95,26 @@ def test_an_attention_that_is_changed_later_is_noticed(llama: PreTrainedModel) -
 
 
 def test_another_model_under_a_cache_is_noticed_and_nothing_is_lost(llama: PreTrainedModel) -> None:
-    cache = HybridCache(llama, **COVERING)
-    ids, _ = prompt(1, 40)
-    with torch.no_grad():
-        want = llama(ids, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
-        with pytest.raises(ValueError, match="a model other than the one"):
-            tiny_model("llama", seed=5)(want, past_key_values=cache)
-        assert cache.get_seq_length() == 40
-        got = llama(want, past_key_values=cache).logits
-        again = HybridCache(llama, **COVERING)
-        llama(ids, past_key_values=again)
-        assert torch.equal(got, llama(want, past_key_values=again).logits)
+    cache, again = (HybridCache(llama, **COVERING) for _ in range(2))
+    ids, mask = prompt(1, 41)
+    for one in (cache, again):
+        forward(llama, one, ids, mask, 0, 40)
+    with pytest.raises(ValueError, match="a model other than the one"):
+        forward(tiny_model("llama", seed=5), cache, ids, mask, 40, 41)
+    assert cache.get_seq_length() == 40
+    assert torch.equal(*(forward(llama, one, ids, mask, 40, 41) for one in (cache, again)))
 
 
-def test_another_batch_is_refused_until_reset(llama: PreTrainedModel) -> None:
-    cache = HybridCache(llama, **COVERING)
-    with torch.no_grad():
-        llama(prompt(1, 20)[0], past_key_values=cache)
-        with pytest.raises(ValueError, match="reset"):
-            llama(prompt(2, 20)[0], past_key_values=cache)
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        llama(prompt(2, 20)[0], past_key_values=cache)
-    assert cache.get_seq_length() == 20
-
-
-# --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-def test_hooks_keep_neither_model_nor_cache_alive() -> None:
-    model = tiny_model("llama")
-    cache = HybridCache(model, **COVERING)
-    with torch.no_grad():
-        model(prompt(1, 20)[0], past_key_values=cache)
-    gone = weakref.ref(model), weakref.ref(cache)
-    del model, cache
-    gc.collect()
-    assert gone[0]() is None
-    assert gone[1]() is None
-
-
-# --- the cache's own methods ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("drop", [1, 5, 16, 40])
+@pytest.mark.parametrize(("tier", "drop"), [("one", 5), ("one", 40), ("split", 1), ("split", 16)])
 def test_crop_forgets_exactly_the_last_tokens(llama: PreTrainedModel, tier: str, drop: int) -> None:
-    ids, mask = prompt(2, 90)
-    with torch.no_grad():
-        cache = HybridCache(llama, **COVERING, **TIERS[tier])
-        llama(ids[:, :80], attention_mask=mask[:, :80], past_key_values=cache)
-        for i in range(80, 90):
-            llama(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
-        cache.crop(0)
-        cache.crop(-drop)
-        assert cache.get_seq_length() == 90 - drop
-        with pytest.raises(ValueError, match="positive"):
-            cache.crop(3)
-        other = prompt(2, 1, seed=4)[0]
-        seen = torch.cat([mask[:, : 90 - drop], torch.ones_like(other)], 1)
-        got = llama(other, attention_mask=seen, past_key_values=cache).logits
-        fresh = HybridCache(llama, "full", block_size=BLOCK)
-        llama(ids[:, : 90 - drop], attention_mask=mask[:, : 90 - drop], past_key_values=fresh)
-        want = llama(other, attention_mask=seen, past_key_values=fresh).logits
+    ids, mask = prompt(2, 91)
+    cache, fresh = HybridCache(llama, **COVERING, **TIERS[tier]), HybridCache(llama, "full", block_size=BLOCK)
+    feed(llama, cache, ids, mask, (0, *range(80, 91)))
+    cache.crop(-drop)
+    assert cache.get_seq_length() == 90 - drop
+    forward(llama, fresh, ids, mask, 0, 90 - drop)
+    got, want = (forward(llama, one, ids, mask, 90 - drop, 91 - drop) for one in (cache, fresh))
     assert torch.allclose(got, want, atol=5e-5)
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_rows_share_host_blocks_until_they_part(llama: PreTrainedModel, tier: str) -> None:
-    ids, _ = prompt(1, 70)
-    with torch.no_grad():
-        cache = HybridCache(llama, **COVERING, **TIERS[tier])
-        llama(ids, past_key_values=cache)
-        token = torch.tensor([[7]], device=DEVICE)
-        llama(token, past_key_values=cache)
-        store = cache.layers[0].store
-        before = used_blocks(store.pool)
-        cache.batch_repeat_interleave(3)
-        assert used_blocks(store.pool) == before
-        tokens = torch.tensor([[5], [6], [7]], device=DEVICE)
-        got = llama(tokens, past_key_values=cache).logits
-        assert used_blocks(store.pool) <= before + 2  # two rows got a tail of their own
-        cache.batch_select_indices(torch.tensor([2, 0]))
-        got = torch.cat([got[[2, 0]], llama(tokens[:2], past_key_values=cache).logits], 1)
-        for row, path in enumerate(([7, 5], [5, 6])):
-            whole = torch.cat([ids, token, torch.tensor([path], device=DEVICE)], 1)
-            want = llama(whole).logits[0, -2:]
-            assert torch.allclose(got[row], want, atol=5e-5)
-
-
-def test_statistics_are_a_table_and_a_dict(llama: PreTrainedModel) -> None:
-    cache = HybridCache(llama, "scout", tier="split", resident=64, budget=64, sinks=16, recent=0, block_size=BLOCK)
-    ids, _ = prompt(1, 200)
-    llama.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    total = cache.stats().as_dict()
-    assert total["steps"] == 5
-    assert 0 < total["cpu_ratio"] <= 1
-    assert len(total["layers"][1]["cpu_ratio_by_step"]) == 5
-    layer = cache.layers[0].store
-    assert total["host_bytes"] == 4 * 13 * layer.pool.block_bytes
-    assert total["resident_bytes"] == 4 * 2 * 64 * 2 * 16 * 4
-    assert total["digest_bytes"] > 0
-    text = cache.stats().table()
-    assert "CPU ratio" in text
-    assert "all" in text
-    assert "missed" not in text  # nothing was checked
-    line = str(cache.stats())
-    assert line.startswith(f"HybridCache: 5 decode steps; {total['host_bytes'] / 2**20:.1f} MiB in host memory; ")
-    assert "\n" not in line
-
-
-def test_sliding_layers_that_cannot_undo_a_failure_say_so() -> None:
-    model = tiny_model("gemma3")
-    cache = HybridCache(model, **COVERING)
-    ids, _ = prompt(1, 31)
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no room")
-
-    with torch.no_grad():
-        model(ids[:, :30], past_key_values=cache)
-        with model.model.layers[0].mlp.register_forward_pre_hook(fail), pytest.raises(MemoryError):
-            model(ids[:, 30:], past_key_values=cache)
-        with pytest.raises(RuntimeError, match="reset"):
-            model(ids[:, 30:], past_key_values=cache)
-        cache.reset()
-        model(ids, past_key_values=cache)
 
 
 def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedModel) -> None:
@@ -267,20 +128,13 @@ def test_dense_masks_of_single_tokens(llama: PreTrainedModel, stock: PreTrainedM
     for model, cache in ((stock, DynamicCache()), (llama, HybridCache(llama, **COVERING))):
         with torch.no_grad():
             model(ids[:, :30], past_key_values=cache)
-            masks = (step, additive, None)
-            logits.append(
-                [
-                    model(ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
-                    for i, mask in zip((30, 31, 32), masks, strict=True)
-                ]
-            )
-            if model is llama:
-                with pytest.raises(ValueError, match="bool mask"):
-                    model(
-                        ids[:, :1], attention_mask=torch.full((2, 1, 1, 34), -1.0, device=DEVICE), past_key_values=cache
-                    )
-                assert cache.get_seq_length() == 33
-    assert all(torch.allclose(a, b, atol=5e-5) for a, b in zip(*logits, strict=True))
+            for i, mask in zip((30, 31, 32), (step, additive, None), strict=True):
+                logits.append(model(ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits)
+    wrong = torch.full((2, 1, 1, 34), -1.0, device=DEVICE)
+    with torch.no_grad(), pytest.raises(ValueError, match="bool mask"):
+        llama(ids[:, :1], attention_mask=wrong, past_key_values=cache)
+    assert cache.get_seq_length() == 33
+    assert torch.allclose(torch.cat(logits[:3], 1), torch.cat(logits[3:], 1), atol=5e-5)
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -288,11 +142,131 @@ def test_a_mask_that_says_nothing_of_some_keys(llama: PreTrainedModel, stock: Pr
     """Transformers masks what a short mask does not cover; so does the cache."""
     ids, _ = prompt(2, 40)
     short = torch.ones(2, 35, dtype=torch.long, device=DEVICE)
+    logits = []
     for model, cache in ((stock, DynamicCache()), (llama, HybridCache(llama, **COVERING, **TIERS[tier]))):
         with torch.no_grad():
-            logits = model(ids, attention_mask=short, past_key_values=cache).logits[:, :35]
-            follow = model(ids[:, :1], attention_mask=short, past_key_values=cache).logits
-            logits = torch.cat([logits, follow], 1)
-        if model is stock:
-            want = logits
-    assert torch.allclose(logits, want, atol=5e-5)
+            parts = [model(part, attention_mask=short, past_key_values=cache).logits for part in (ids, ids[:, :1])]
+        logits.append(torch.cat([parts[0][:, :35], parts[1]], 1))
+    assert torch.allclose(*logits, atol=5e-5)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("policy", ["full", "scout"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(5, 1, 80), pytest.param(6, 2, 32, marks=pytest.mark.slow)])
+def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str) -> None:
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    config = transformers.LlamaConfig(**(SIZES | heads_of | {"hidden_size": 16 * heads}))
+    theirs, ours = tiny_model(config, "sdpa"), tiny_model(config)
+    ids, mask = prompt(1, 61)
+    want = decode_logits(theirs, DynamicCache(config=theirs.config), ids, mask, None, steps=20)
+    knobs = COVERING if policy == "scout" else {"block_size": 16}
+    cache = HybridCache(ours, policy, **knobs, **TIERS[tier])
+    assert_equal(decode_logits(ours, cache, ids, mask, 20, steps=20), want)
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min])
+def test_additive_masks_over_tiles(llama: PreTrainedModel, stock: PreTrainedModel, hidden: float) -> None:
+    ids, cache = prompt(2, 80)[0], HybridCache(llama, "full", block_size=16, prefill_tile=32)
+    mask = torch.full((80, 80), hidden, device=DEVICE).triu(1).expand(2, 1, 80, 80).clone()
+    mask[1, :, 20:, 5:15] = hidden
+    with torch.no_grad():
+        want = stock(ids, attention_mask=mask).logits
+        for a, b in ((0, 50), (50, 80)):
+            got = llama(ids[:, a:b], attention_mask=mask[:, :, a:b, :b], past_key_values=cache).logits
+            assert torch.allclose(got, want[:, a:b], atol=5e-5)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_tokens_that_become_visible_are_seen(llama: PreTrainedModel, tier: str, dense: bool) -> None:
+    """A prompt that hides a stretch, then decode steps that do not: digests must not remember the stretch as empty."""
+    ids, mask = prompt(1, 90)
+    mask[:, 10:60] = 0
+    first: torch.Tensor = mask[:, :80]
+    if dense:
+        number = torch.arange(80, device=DEVICE)
+        first = (number <= number[:, None])[None, None] & (first[:, None, None] != 0)
+    logits = []
+    hgca = {"window": 20, "beta": 0.0, "block_size": 16, "resident": None}
+    for policy, knobs in (("full", {"block_size": 16}), ("scout", COVERING), ("hgca", hgca)):
+        cache = HybridCache(llama, policy, **(TIERS[tier] | knobs))
+        with torch.no_grad():
+            llama(ids[:, :80], attention_mask=first, past_key_values=cache)
+            rows = []
+            for i in range(80, 90):
+                later = None if dense else torch.ones(1, i + 1, dtype=torch.long, device=DEVICE)
+                rows.append(llama(ids[:, i : i + 1], attention_mask=later, past_key_values=cache).logits)
+        logits.append(torch.cat(rows, 1))
+    assert torch.allclose(logits[0], logits[1], atol=5e-5)
+    assert torch.allclose(logits[0], logits[2], atol=5e-5)
+
+
+def llava(attn_implementation: Any) -> PreTrainedModel:
+    """A model whose vision tower has as many layers as its decoder."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    text = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=16)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=159)
+    return tiny_model(config, attn_implementation, kind=transformers.AutoModelForImageTextToText)
+
+
+def test_the_decoder_is_hooked_and_not_a_tower_of_the_same_depth() -> None:
+    model = llava("hybrid_sparse")
+    knobs = COVERING | TIERS["split"] | {"lookahead": "attend", "synchronous_layers": (0,), "sinks": 0, "resident": 48}
+    cache = HybridCache(model, "scout", **knobs)
+    model.generate(prompt(1, 50)[0], past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert cache.stats().as_dict()["query_cosine"] is not None
+
+
+def test_other_ways_to_copy_a_cache_are_refused(llama: PreTrainedModel) -> None:
+    cache = HybridCache(llama, **COVERING)
+    for attempt in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"use fork\(\)"):
+            attempt(cache)
+
+
+@pytest.mark.slow
+def test_contexts_of_nearly_as_many_blocks_as_can_be_ranked() -> None:
+    """The table grows ahead of the tokens, but not beyond what a device ranks."""
+    model, length = tiny_model("llama"), 13_375 * 8
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    source = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        source.update(*torch.randn(2, 1, heads, length, dim).unbind(), layer)
+    knobs: dict[str, Any] = {"block_size": 8, "tier": "split", "budget": 512, "sinks": 8, "recent": 8}
+    cache = HybridCache.from_cache(source, model, "scout", **knobs)
+    with torch.no_grad():
+        for _ in range(10):
+            model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
+        assert cache.get_seq_length() == length + 10
+        assert cache.layers[0].store.table.shape[1] == MOST_BLOCKS
+        too_many = (MOST_BLOCKS - 2) * 8 - length - 9
+        with pytest.raises(ValueError, match=r"131057 tokens a row are more than the 16382 blocks of 8.*block_size"):
+            model(torch.ones(1, too_many, dtype=torch.long, device=DEVICE), past_key_values=cache)
+        assert cache.get_seq_length() == length + 10
+        model(torch.ones(1, 1, dtype=torch.long, device=DEVICE), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("policy", "padding", "knobs"),
+    [
+        ("full", 120, {"resident": 24}),
+        ("scout", 100, {"budget": 400, "sinks": 16, "recent": 16, "resident": 56, "lookahead": "select"}),
+        ("fixed_hybrid", 120, {"budget": 1.0, "sinks": 32, "local": 16, "resident": 112, "block_size": 16}),
+    ],
+)
+def test_padding_gives_its_slots_to_a_short_rows_tokens(
+    llama: PreTrainedModel, stock: PreTrainedModel, policy: str, knobs: dict[str, Any], padding: int
+) -> None:
+    """A row whose first tokens come late: what is resident of its padding makes room for its sinks as they fill."""
+    cache = HybridCache(llama, policy, tier="split", **({"block_size": 8, "prefill_tile": 32} | knobs))
+    ids, mask = prompt(2, 160)[0], torch.ones(2, 160, dtype=torch.long, device=DEVICE)
+    mask[1, :padding] = 0
+    theirs = DynamicCache()
+    for first, stop in [(0, 118), *((t, t + 1) for t in range(118, 160))]:
+        ours = forward(llama, cache, ids, mask, first, stop)[:, -1]
+        want = forward(stock, theirs, ids, mask, first, stop)[:, -1]
+        real = mask[:, stop - 1] != 0
+        torch.testing.assert_close(ours[real], want[real], atol=5e-5, rtol=1e-5)

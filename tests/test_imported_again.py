@@ -14,7 +14,6 @@ from tiny import ONE_MEMORY, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_offload
-from hf_offload.graph import cuda_graph as FIRST
 
 KNOBS: dict[str, Any] = {"budget": 256, "block_size": 16, **ONE_MEMORY}
 SPLIT: dict[str, Any] = {"budget": 256, "block_size": 16, "sinks": 16, "recent": 0, "resident": 64, "tier": "split"}
@@ -66,7 +65,7 @@ def test_new_caches_of_the_same_model_work(
         assert cache.get_seq_length() == older.get_seq_length()
 
 
-def test_an_older_cache_says_that_it_is_older(
+def test_older_caches_and_policies_say_that_they_are_older(
     model: PreTrainedModel, older: hf_offload.HybridCache, again: ModuleType
 ) -> None:
     held = older.get_seq_length()
@@ -74,30 +73,5 @@ def test_an_older_cache_says_that_it_is_older(
         with pytest.raises(ValueError, match="earlier import"), torch.no_grad():
             model(prompt(1, tokens)[0], past_key_values=older)
     assert older.get_seq_length() == held
-
-
-def test_an_older_policy_says_that_it_is_older(model: PreTrainedModel, again: ModuleType) -> None:
     with pytest.raises(TypeError, match="this Scout is of an earlier import"):
         again.HybridCache(model, hf_offload.Scout(budget=256))
-
-
-def test_an_older_graphed_forward_is_no_new_one(model: PreTrainedModel, again: ModuleType) -> None:
-    """Both wrap the model's forward, each for the caches of its own import."""
-    from hf_offload.graph import cuda_graph as newer
-
-    older_module = sys.modules["hf_offload.graph.cuda_graph"]
-    assert older_module is newer
-    first = FIRST.graphed(model)
-    second = newer.graphed(model)
-    assert type(first) is FIRST.GraphedForward
-    assert type(second) is newer.GraphedForward
-    assert newer.graphed(model) is second
-
-
-def test_a_model_that_was_enabled_before_is_enabled_again(model: PreTrainedModel, again: ModuleType) -> None:
-    hf_offload.enable(model, "full", **ONE_MEMORY)
-    again.enable(model, "full", **ONE_MEMORY)
-    assert generate(model).shape == (1, 86)
-    again.disable(model)
-    assert model.config._attn_implementation == "hybrid_sparse"
-    assert "_prepare_cache_for_generation" not in vars(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module, attach_align_device_hook
 from tiny import DEVICE, prompt, tiny_model
 from torch import nn
@@ -21,20 +21,7 @@ from hf_offload.model import model_support as spread
 from hf_offload.model.lookahead import make_adapter
 
 SMALL: dict[str, Any] = {"budget": 64, "sinks": 8, "recent": 16, "block_size": 8, "synchronous_layers": (0,)}
-MODES: list[dict[str, Any]] = [
-    {"tier": "one"},
-    {"tier": "split", "lookahead": "attend", "resident": 64},
-    {"tier": "split", "lookahead": "select", "resident": 64},
-]
-
-
-def _spread(model: PreTrainedModel, folder: Path) -> None:
-    """Every other layer on disk, the rest where it computes."""
-    base = model.base_model_prefix
-    places = {name: DEVICE for name, _ in model.named_children() if name != base}
-    places |= {f"{base}.{name}": DEVICE for name, _ in model.base_model.named_children() if name != "layers"}
-    places |= {f"{base}.layers.{i}": "disk" if i % 2 else DEVICE for i in range(4)}
-    dispatch_model(model, places, main_device=DEVICE, offload_dir=str(folder), force_hooks=True)
+AHEAD: dict[str, Any] = {"tier": "split", "lookahead": "attend", "resident": 64}
 
 
 def _by_attention(model: PreTrainedModel, folder: Path) -> None:
@@ -47,7 +34,6 @@ def _by_attention(model: PreTrainedModel, folder: Path) -> None:
 WAYS: dict[str, Callable[[PreTrainedModel, Path], Any]] = {
     "cpu_offload": lambda model, folder: cpu_offload(model, execution_device=torch.device(DEVICE)),
     "disk_offload": lambda model, folder: disk_offload(model, str(folder), execution_device=torch.device(DEVICE)),
-    "spread": _spread,
     "by_attention": _by_attention,
 }
 
@@ -59,73 +45,20 @@ def generate(model: PreTrainedModel, mode: dict[str, Any]) -> tuple[torch.Tensor
     return out, cache.stats().as_dict(), cache
 
 
-@pytest.fixture(scope="module")
-def wanted() -> dict[tuple[str, int], tuple[torch.Tensor, float | None]]:
-    found = {}
-    for family in ("llama", "gpt_neox"):
-        model = tiny_model(family)
-        for i, mode in enumerate(MODES):
-            out, stats, _ = generate(model, mode)
-            found[family, i] = (out, stats["query_cosine"])
-    return found
-
-
-CASES = [
-    *(("llama", way, 1) for way in WAYS),
-    ("llama", "by_attention", 0),
-    ("gpt_neox", "disk_offload", 1),
-    *(
-        pytest.param(*row, marks=pytest.mark.slow)
-        for row in (("llama", "cpu_offload", 0), ("llama", "by_attention", 2), ("gpt_neox", "by_attention", 1))
-    ),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "way", "mode"), CASES)
-def test_offloaded_weights_change_nothing(wanted: Any, tmp_path: Path, family: str, way: str, mode: int) -> None:
-    if MODES[mode]["tier"] == "one" and DEVICE != "cpu":
-        pytest.skip("one memory is for models on the CPU")
+@pytest.mark.parametrize(("family", "way"), [*(("llama", way) for way in WAYS), ("gpt_neox", "by_attention")])
+def test_offloaded_weights_change_nothing(tmp_path: Path, family: str, way: str) -> None:
     model = tiny_model(family)
+    want, wanted, _ = generate(model, AHEAD)
     WAYS[way](model, tmp_path)
     away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert away
-    out, stats, cache = generate(model, MODES[mode])
-    assert torch.equal(out, wanted[family, mode][0])
-    assert stats["query_cosine"] == pytest.approx(wanted[family, mode][1], abs=1e-5)  # the same queries were predicted
+    out, stats, cache = generate(model, AHEAD)
+    assert torch.equal(out, want)
+    assert stats["query_cosine"] == pytest.approx(wanted["query_cosine"], abs=1e-5)  # the same queries were predicted
     short_cuts = [predictor.adapter is not None for predictor in cache._attachment.predictors]
-    assert any(short_cuts) == (family == "llama" and way != "by_attention" and MODES[mode]["tier"] == "split")
+    assert any(short_cuts) == (way != "by_attention")
     assert [name for name, parameter in model.named_parameters() if parameter.is_meta] == away
-
-
-def test_a_capture_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    _by_attention(model, tmp_path)
-    predict, seen = HybridCache.predict_query, []
-
-    def spy(cache: HybridCache, target: int, *args: Any) -> torch.Tensor:
-        query = predict(cache, target, *args)
-        parameters = cache._attachment.layers[target].parameters()
-        seen.append((query.is_meta, all(parameter.is_meta for parameter in parameters)))
-        return query
-
-    monkeypatch.setattr(HybridCache, "predict_query", spy)
-    generate(model, MODES[1])
-    assert seen
-    assert set(seen) == {(False, True)}
-
-
-@pytest.mark.slow
-def test_a_short_cut_is_proved_again_when_weights_go_away(wanted: Any, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    held = generate(model, MODES[1])[2]
-    assert [predictor.adapter is not None for predictor in held._attachment.predictors] == [False, True, True, True]
-    _by_attention(model, tmp_path)
-    out, stats, cache = generate(model, MODES[1])
-    assert cache._attachment is held._attachment
-    assert torch.equal(out, wanted["llama", 1][0])
-    assert stats["query_cosine"] == pytest.approx(wanted["llama", 1][1], abs=1e-5)
-    assert not any(predictor.adapter for predictor in cache._attachment.predictors)
 
 
 def test_weights_that_nothing_brings_are_refused() -> None:
@@ -138,31 +71,24 @@ def test_weights_that_nothing_brings_are_refused() -> None:
     layer.register_forward_hook(lambda *_: setattr(layer.self_attn.q_proj, "weight", nn.Parameter(there.to("meta"))))
     generate(model, {"tier": "split", "lookahead": "off", "resident": 64})
     with pytest.raises(ValueError, match=r"LlamaDecoderLayer has offloaded weights.*lookahead='off'"):
-        generate(model, MODES[1])
+        generate(model, AHEAD)
 
 
-def test_where_a_model_computes_is_where_its_weights_are_brought_to() -> None:
+def test_where_a_model_computes_is_where_its_weights_are_brought_to(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert spread.compute_devices(model) == {torch.device("cpu")}
-    assert not spread.on_device(model)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert spread.compute_devices(model) == {torch.device("cpu")}
+    assert not spread.on_device(model)
     hook = AlignDevicesHook(torch.device("cuda", 1), offload=True, weights_map={})
     add_hook_to_module(model[1], SequentialHook(hook))
     assert spread.compute_devices(model) == {torch.device("cpu"), torch.device("cuda", 1)}
     assert spread.on_device(model)
-
-
-@pytest.mark.parametrize(("given", "found"), [("cuda", ("cuda", 1)), ("cuda:0", ("cuda", 0)), ("cpu", ("cpu",))])
-def test_a_device_without_a_number_is_the_current_one(
-    monkeypatch: pytest.MonkeyPatch, given: str, found: tuple[Any, ...]
-) -> None:
-    """Tensors always name theirs, and are compared with it."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    layer = nn.Linear(4, 4, device="meta")
-    add_hook_to_module(layer, AlignDevicesHook(torch.device(given), offload=True, weights_map={}))
-    assert takeover.device_of(layer) == torch.device(*found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)  # tensors always name theirs, and are compared with it
+    for given, found in (("cuda", ("cuda", 1)), ("cuda:0", ("cuda", 0)), ("cpu", ("cpu",))):
+        layer = nn.Linear(4, 4, device="meta")
+        add_hook_to_module(layer, AlignDevicesHook(torch.device(given), offload=True, weights_map={}))
+        assert takeover.device_of(layer) == torch.device(*found)
 
 
 def test_a_prediction_for_a_layer_on_another_device_brings_the_positions_there() -> None:
@@ -176,33 +102,25 @@ def test_a_prediction_for_a_layer_on_another_device_brings_the_positions_there()
     assert query.shape == (1, 4, 1, 16)
 
 
-@pytest.mark.parametrize(
-    ("own", "launcher", "ranks", "want"),
-    [
+def test_cores_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, launcher, ranks, want in (
         (16, 16, None, 16),
-        (16, 16, "1", 16),
         (16, 16, "4", 4),  # all share all
         (4, 16, "4", 4),  # bound to cores of its own
         (8, 16, "4", 4),  # bound to a socket that two share
         (2, 2, "4", 1),
         (4, 1, "2", 2),  # started by somebody who is bound himself
-    ],
-)
-def test_cores_are_divided_among_local_ranks(
-    monkeypatch: pytest.MonkeyPatch, own: int, launcher: int, ranks: str | None, want: int
-) -> None:
-    monkeypatch.setattr(cores, "_allowed", lambda process: own if process == 0 else launcher)
-    monkeypatch.delenv(cores.LOCAL_RANKS, raising=False)
-    if ranks is not None:
-        monkeypatch.setenv(cores.LOCAL_RANKS, ranks)
-    assert cores.cores() == want
-
-
-@pytest.mark.parametrize("told", ["abc", "0", "-1", "9" * 5000])
-def test_a_number_of_ranks_that_is_none(monkeypatch: pytest.MonkeyPatch, told: str) -> None:
-    monkeypatch.setenv(cores.LOCAL_RANKS, told)
-    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=.* is not a number of processes; .*, or unset it"):
-        cores.cores()
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(cores, "_allowed", lambda process, own=own, all_of=launcher: all_of if process else own)
+            patch.delenv(cores.LOCAL_RANKS, raising=False)
+            if ranks is not None:
+                patch.setenv(cores.LOCAL_RANKS, ranks)
+            assert cores.cores() == want
+    for told in ("abc", "0", "9" * 5000):
+        monkeypatch.setenv(cores.LOCAL_RANKS, told)
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=.* is not a number of processes; .*, or unset it"):
+            cores.cores()
 
 
 def test_threads_beside_a_model_on_a_device_are_those_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import prompt, tiny_model
-from transformers import AutoConfig, DeepseekV3Config, MambaConfig, PreTrainedConfig, T5Config
+from transformers import DeepseekV3Config, MambaConfig, T5Config
 from typer.testing import CliRunner
 
 from hf_offload import ConstantPredictor, HybridCache
@@ -20,18 +20,15 @@ from hf_offload_cli import app
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"resident": 64, "block_size": 16}),
-    "full, int8": ("full", {"resident": 64, "block_size": 8, "host_dtype": "int8"}),
     "window": ("window", {"budget": 128}),
     "scout": ("scout", {**SMALL, "recent": 16, "block_size": 16}),
     "scout, int8": ("scout", {**SMALL, "recent": 16, "block_size": 16, "host_dtype": "int8", "prefill_tile": 64}),
     "scout, budget in bytes": ("scout", {**SMALL, "recent": 0, "block_size": 16, "device_budget": "600KiB"}),
-    "quest": ("scout", {"budget": 256, "recent": 0, "digest": "quest", "resident": 512}),
     "policy quest": ("quest", {"budget": 64}),
     "infinigen": ("infinigen", {"partial": 0.5}),
     "h2o": ("h2o", {"block_size": 16, "heavy": 0.2}),
     "hgca": ("hgca", {"window": 60, "block_size": 16}),
     "hgca, a share": ("hgca", {"gpu_ratio": 0.3, "block_size": 16}),
-    "hgca, by resident": ("hgca", {"resident": 128}),
     "fixed_hybrid": ("fixed_hybrid", {"sinks": 16, "local": 32}),
     "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=32)}),
 }
@@ -66,17 +63,16 @@ def test_a_cache_takes_what_was_planned(family: str, setting: str, rows: int, le
 
 def test_one_memory_has_all_on_the_host() -> None:
     model = tiny_model("llama")
-    found = memory_of(shape_of(model.config, torch.float32), "scout", {}, context=300, batch=1, two_memories=False)
-    cache = HybridCache(model, "scout", tier="one")
+    shape, cache = shape_of(model.config, torch.float32), HybridCache(model, "scout", tier="one")
+    found = memory_of(shape, "scout", {}, context=300, batch=1, two_memories=False)
     with torch.no_grad():
         model(prompt(1, 300)[0], past_key_values=cache)
     assert found.device == found.tile_bytes == 0
     assert found.host == cache.stats().as_dict()["device_bytes"]
-
-
-def test_weights_are_counted_once() -> None:
-    model = tiny_model("opt")
-    assert shape_of(model.config, torch.bfloat16).weights == 2 * sum(p.numel() for p in model.parameters())
+    table = plan_table(shape, [("scout", {})], context=300, batch=1, device=None)
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    assert cells["keys and values"][1] == size_text(found.host_bytes + found.stock_bytes)
+    assert cells["with weights"][1] == size_text(found.host + shape.weights)
 
 
 def test_rows_that_fit() -> None:
@@ -93,36 +89,24 @@ def test_rows_that_fit() -> None:
     assert 0 < most_rows(shape, few, 900, 1 << 40) < 8
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("full", ("full", {})),
-        ("scout:budget=1024, recall=8", ("scout", {"budget": 1024, "recall": 8})),
-        ("hgca:gpu_ratio=0.1,reevaluate=False", ("hgca", {"gpu_ratio": 0.1, "reevaluate": False})),
-        ("scout:digest=quest,device_budget=2GiB", ("scout", {"digest": "quest", "device_budget": "2GiB"})),
-    ],
-)
-def test_settings_are_read(text: str, want: tuple[str, dict[str, Any]]) -> None:
-    assert parse_setting(text) == want
+def test_settings_are_read() -> None:
+    assert parse_setting("full") == ("full", {})
+    text = "scout:budget=1024, gpu_ratio=0.1,reevaluate=False,digest=quest,device_budget=2GiB"
+    knobs = {"budget": 1024, "gpu_ratio": 0.1, "reevaluate": False, "digest": "quest", "device_budget": "2GiB"}
+    assert parse_setting(text) == ("scout", knobs)
+    for wrong in ("scout:1024", "scout:budget", "scout:=3"):
+        with pytest.raises(ValueError, match="write it like scout:budget=1024,recall=8"):
+            parse_setting(wrong)
 
 
-@pytest.mark.parametrize("text", ["scout:1024", "scout:budget", "scout:=3"])
-def test_what_is_no_setting(text: str) -> None:
-    with pytest.raises(ValueError, match="write it like scout:budget=1024,recall=8"):
-        parse_setting(text)
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
+def test_models_that_are_not_served() -> None:
+    for config, told in (
         (T5Config(), "single stacks"),
         (DeepseekV3Config(), "keys and values are compressed"),
         (MambaConfig(num_hidden_layers=2), "no layer is plain full attention"),
-    ],
-)
-def test_models_that_are_not_served(config: PreTrainedConfig, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        shape_of(config, torch.float32)
+    ):
+        with pytest.raises(ValueError, match=told):
+            shape_of(config, torch.float32)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,74 +120,33 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     kv = 2 * 1024 * 4 * 2 * 2 * 16 * 4  # rows, tokens, layers, K and V, heads, channels, bytes
     assert f"DynamicCache all {kv / 2**20:.1f} MiB" in said
     assert "scout:budget=256 384 " in said
-    said = run("--policy", "hgca:gpu_ratio=0.1,resident=400", "--device-memory", "4MiB")
-    assert "resident=400: what is resident is the window" in said  # as HybridCache says
-    for context in ("long", "0", "-3k"):
-        assert f"context={context!r} is not a number of tokens" in run(f"--context={context}", "--device-memory=1GiB")
-    assert "fixed_hybrid:digest=submean takes" in run("--policy", "fluxion:predictor=there.safetensors")
+    device = "--device-memory=4MiB"
+    assert "resident=400: what is resident is the window" in run("--policy", "hgca:gpu_ratio=0.1,resident=400", device)
+    assert "fixed_hybrid:digest=submean takes" in run("--policy", "fluxion:predictor=there.safetensors", device)
 
 
-@pytest.mark.parametrize(
-    ("setting", "told"),
-    [
-        ("full:block_size=0", "block_size=0 is not supported"),
+def test_what_no_cache_takes_is_not_planned() -> None:
+    shape = shape_of(tiny_model("llama").config, torch.float32)
+    for setting, told in (
         ("full:block_size=24", "block_size=24 is not supported"),
         ("full:host_dtype=int4", "host_dtype='int4' is not supported"),
         ("full:prefill_tile=many", "prefill_tile='many' is not a number of tokens"),
         ("scout:tier=one,threads=2", "threads, tier: not part of a plan; leave it out"),
         ("scout:tiers=one", "tiers: not a knob of policy 'scout'"),
-    ],
-)
-def test_what_no_cache_takes_is_not_planned(setting: str, told: str) -> None:
-    shape = shape_of(tiny_model("llama").config, torch.float32)
-    with pytest.raises(ValueError, match=told):
-        memory_of(shape, *parse_setting(setting), context=64, batch=1)
-
-
-def test_without_a_device_all_is_in_one_memory() -> None:
-    shape = shape_of(tiny_model("llama").config, torch.float32)
-    table = plan_table(shape, [("scout", {}), ("full", {})], context=4096, batch=2, device=None)
-    cells = {str(column.header): list(column.cells) for column in table.columns}
-    assert list(cells) == ["cache", "keys and values", "digests", "state", "with weights"]
-    found = memory_of(shape, "scout", {}, context=4096, batch=2, two_memories=False)
-    assert cells["cache"][1:] == ["scout", "full"]
-    assert cells["keys and values"][1] == size_text(found.host_bytes + found.stock_bytes)
-    assert cells["digests"] == ["0 bytes", size_text(found.digest_bytes), "0 bytes"]
-    total = found.host_bytes + found.stock_bytes + found.digest_bytes + found.salience_bytes + shape.weights
-    assert cells["with weights"][1] == size_text(total)
-
-
-def test_a_schedule_needs_a_device() -> None:
-    shape, knobs = shape_of(tiny_model("llama").config, torch.float32), {"predictor": ConstantPredictor()}
-    options = {**knobs, "schedule": "length"}
+    ):
+        with pytest.raises(ValueError, match=told):
+            memory_of(shape, *parse_setting(setting), context=64, batch=1)
+    options = {"predictor": ConstantPredictor(), "schedule": "length"}
     assert memory_of(shape, "fluxion", options, context=64, batch=1).device > 0
     with pytest.raises(ValueError, match="schedule='length' shares work with a device"):
         memory_of(shape, "fluxion", options, context=64, batch=1, two_memories=False)
 
 
-@pytest.mark.slow
-def test_smollm2s_config_is_that_of_its_file() -> None:
-    try:
-        file = assets.find_smollm2()
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
-    read = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name).to_dict()
-    mine = assets.load_config().to_dict()
-    assert {name for name in read if read[name] != mine.get(name)} <= {
-        "_name_or_path", "_model_name_or_path", "unk_token_id",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("setting", [("full", {}), ("scout", {"host_dtype": "int8"})], ids=str)
-def test_the_largest_context_that_fits(setting: tuple[str, dict[str, Any]]) -> None:
-    config = assets.load_config()
-    shape, memory = shape_of(config, torch.float32), 1 << 30
-    most = most_context(config, torch.float32, setting, memory)
+def test_the_largest_context_that_fits() -> None:
+    config, setting, memory = assets.load_config(), ("scout", {"host_dtype": "int8"}), 1 << 30
+    shape, most = shape_of(config, torch.float32), most_context(config, torch.float32, setting, memory)
     sizes = [memory_of(shape, *setting, context=n, batch=1, two_memories=False).host for n in (most, most + 1)]
     assert sizes[0] <= memory < sizes[1]
     assert most_context(config, torch.float32, setting, 0) == 0
     assert most_context(MambaConfig(), torch.float32, setting, 0) == 2**31 - 1
-
-
-def test_memory_that_is_available() -> None:
     assert 0 < available_bytes() <= 1 << 60

@@ -84,9 +84,3 @@ def test_no_file_needs_what_some_system_lacks_to_be_imported() -> None:
             names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
             missing = {name.partition(".")[0] for name in names} & forbidden
             assert not missing or path == package / "gpu" / "backend.py", f"{path.name}: {missing}"
-
-
-@pytest.mark.parametrize("version", [(3, 11)])
-def test_the_oldest_python_parses_every_file(version: tuple[int, int]) -> None:
-    for path in sorted(Path(hf_offload.__file__).parent.rglob("*.py")):
-        ast.parse(path.read_text(encoding="utf-8"), feature_version=version)

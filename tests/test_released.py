@@ -61,34 +61,22 @@ def change(model: PreTrainedModel, cache: HybridCache) -> None:
     cache.stats()
 
 
-def stop(model: PreTrainedModel, cache: HybridCache, error: type[BaseException], tokens: int) -> None:
-    """A forward that raises half way."""
-    decode(model, cache)
-
-    def raise_it(*_: Any) -> None:
-        raise error
-
-    handle = model.model.layers[2].mlp.register_forward_pre_hook(raise_it)
-    with torch.no_grad(), suppress(error):
-        model(prompt(2, tokens)[0], past_key_values=cache)
-    handle.remove()
-    cache.crop(0)
-
-
 def fail(model: PreTrainedModel, cache: HybridCache) -> None:
-    for tokens in (1, 20):
-        stop(model, cache, ValueError, tokens)
+    """Forwards that raise half way, of a step and of a turn."""
     decode(model, cache)
+    for error, tokens in itertools.product((ValueError, KeyboardInterrupt), (1, 20)):
+
+        def raise_it(*_: Any, error: type[BaseException] = error) -> None:
+            raise error
+
+        with model.model.layers[2].mlp.register_forward_pre_hook(raise_it), torch.no_grad(), suppress(error):
+            model(prompt(2, tokens)[0], past_key_values=cache)
+        cache.crop(0)
 
 
-def interrupt(model: PreTrainedModel, cache: HybridCache) -> None:
-    for tokens in (1, 20):
-        stop(model, cache, KeyboardInterrupt, tokens)
+def fail_and_go_on(model: PreTrainedModel, cache: HybridCache) -> None:
+    fail(model, cache)
     decode(model, cache)
-
-
-def end_interrupted(model: PreTrainedModel, cache: HybridCache) -> None:
-    stop(model, cache, KeyboardInterrupt, 20)
 
 
 def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
@@ -101,20 +89,13 @@ def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
             job.result(timeout=patience)
 
 
-def refuse(model: PreTrainedModel, cache: HybridCache) -> None:
-    decode(model, cache)
-    for attempt in (lambda: cache.crop(5), lambda: cache.reorder_cache(torch.tensor([7, 7], device="cpu"))):
-        with suppress(ValueError, IndexError):
-            attempt()
-
-
 def recall_late(model: PreTrainedModel, cache: HybridCache) -> None:
     """A recall in flight holds the memory that it reads and writes, and no longer."""
     cache.settings.worker.delay = 0.3
     decode(model, cache, 3)
 
 
-ACTS: list[Act] = [decode, change, fail, interrupt, end_interrupted, lose_a_job, refuse, recall_late, beams]
+ACTS: list[Act] = [change, fail, fail_and_go_on, lose_a_job, recall_late, beams]
 
 
 def live(model: PreTrainedModel, setting: Setting, act: Act) -> tuple[list[weakref.ref[Any]], list[threading.Thread]]:

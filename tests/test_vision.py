@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import SIZES, prompt, spread_weights
+from tiny import SIZES, prompt, tiny_model
 from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.clip import CLIPVisionConfig
 from transformers.models.gemma3 import Gemma3Config
@@ -53,12 +53,6 @@ def config(family: str) -> PreTrainedConfig:
     return MllamaConfig(text_config=text, vision_config=tower, image_token_index=IMAGE)
 
 
-def build(family: str, attn_implementation: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config(family), attn_implementation=attn_implementation)
-    return spread_weights(model)
-
-
 def inputs(family: str) -> dict[str, torch.Tensor]:
     """Two rows of 60 tokens, the second padded; each shows an image of its own (Mllama: beside the text)."""
     ids, mask = prompt(2, 60)
@@ -86,7 +80,10 @@ def inputs(family: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "mllama"])
 def test_an_image_is_seen_as_with_eager_attention(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager, ours = build(family, "eager"), build(family, "hybrid_sparse")
+    eager, ours = (
+        tiny_model(config(family), attention, kind=AutoModelForImageTextToText)
+        for attention in ("eager", "hybrid_sparse")
+    )
     given = {name: x.to(ours.device) for name, x in inputs(family).items()}
     knobs: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     knobs |= {"output_logits": True}
@@ -100,15 +97,14 @@ def test_an_image_is_seen_as_with_eager_attention(family: str, monkeypatch: pyte
     other = run(eager, DynamicCache(config=eager.config), pixel_values=-given["pixel_values"])[1]
     assert (other[:, 0] - logits[:, 0]).abs().max() > 1e-2 * scale  # the image matters
     monkeypatch.setattr(HybridLayer, "gather", lambda self: pytest.fail("keys or values were read"))  # Mllama asks
-    for policy, knob in (("full", {}), ("scout", {"budget": 256, "sinks": 8, "recent": 0})):
-        for memory in ({}, {"tier": "split", "resident": 32}):
-            ahead = {"lookahead": "select"} if memory and policy == "scout" else {}
-            cache = HybridCache(ours, policy, block_size=8, prefill_tile=16, **memory, **knob, **ahead)
-            got = run(ours, cache)
-            assert torch.equal(got[0], tokens)
-            assert (got[1] - logits).abs().max() <= 1e-5 * scale
-            held = [row["layer"] for row in cache.stats().as_dict()["layers"] if row["host_bytes"]]
-            assert held == {"gemma3": [1, 3], "mllama": [0, 2, 3]}.get(family, [0, 1, 2, 3])
+    ahead = {"budget": 256, "sinks": 8, "recent": 0, "tier": "split", "resident": 32, "lookahead": "select"}
+    for policy, knobs_of_it in (("full", {}), ("scout", ahead)):
+        cache = HybridCache(ours, policy, block_size=8, prefill_tile=16, **knobs_of_it)
+        got = run(ours, cache)
+        assert torch.equal(got[0], tokens)
+        assert (got[1] - logits).abs().max() <= 1e-5 * scale
+        held = [row["layer"] for row in cache.stats().as_dict()["layers"] if row["host_bytes"]]
+        assert held == {"gemma3": [1, 3], "mllama": [0, 2, 3]}.get(family, [0, 1, 2, 3])
     monkeypatch.undo()
     keys = [layer.keys for layer in cache.layers if isinstance(layer, HybridLayer)]
     assert all(x.device == ours.device and x.shape[2] == 71 for x in keys)  # between forwards they are there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Iterable
@@ -64,12 +65,18 @@ def _config(family: str) -> PreTrainedConfig:
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt_neox", "opt")
 
 
-def tiny_model(family: str, attn_implementation: str = "hybrid_sparse", seed: int = 0) -> PreTrainedModel:
-    """A random model in eval mode; the same weights for the same seed, whatever the attention implementation."""
+def tiny_model(
+    family: str | PreTrainedConfig, attn_implementation: Any = "hybrid_sparse", seed: int = 0, kind: Any = None
+) -> Any:
+    """A random model in eval mode; the same weights for the same seed, whatever the attention implementation.
+
+    It is of a family or of a config, and of an auto class, which is `AutoModelForCausalLM` unless another is given.
+    """
+    config = _config(family) if isinstance(family, str) else copy.deepcopy(family)
     torch.manual_seed(seed)
     with torch.device("cpu"):
-        model = AutoModelForCausalLM.from_config(
-            _config(family), attn_implementation=attn_implementation, dtype=torch.float32
+        model = (kind or AutoModelForCausalLM).from_config(
+            config, attn_implementation=attn_implementation, dtype=torch.float32
         )
     if FAST_LINEAR and attn_implementation == "hybrid_sparse":
         hf_offload.fast_linear(model)

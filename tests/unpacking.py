@@ -8,21 +8,9 @@ from hf_offload.gpu.seal import OFFSET, level_shifts
 
 
 def unpack_codes(packed: torch.Tensor, S: int, D: int) -> torch.Tensor:
-    """Undo `pack_codes`.
-
-    Args:
-        packed: uint8 [..., S * D / 2].
-        S: number of sub-means.
-        D: head dimension, a multiple of 8.
-
-    Returns:
-        int8 [..., S, D].
-
-    Raises:
-        ValueError: D is not a multiple of 8, or the last dimension is not S * D / 2.
-    """
-    if D % 8 or packed.shape[-1] * 2 != S * D:
-        raise ValueError(f"codes of {packed.shape[-1]} bytes do not hold S {S} x D {D} nibbles, D a multiple of 8")
+    """Undo `pack_codes`: uint8 [..., S * D / 2] to int8 [..., S, D], D a multiple of 8."""
+    assert D % 8 == 0
+    assert packed.shape[-1] * 2 == S * D
     outer = packed.shape[:-1]
     octets = packed.reshape(*outer, D // 8, S, 4).transpose(-3, -2)
     nibbles = torch.stack((octets & 15, octets >> 4), dim=-1)

@@ -27,7 +27,7 @@ LOG_CHARACTERS = 12_000
 
 GRAPHS = ["tests/graph/test_replays.py", "tests/gpu/test_graph_cuda.py"]
 FLAGS = "tests/gpu/test_handover.py"
-MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "odd_cases", "hybrid_cache", "faults")]
+MODELS = [f"tests/test_{name}.py" for name in ("families", "int8", "hybrid_cache", "faults")]
 ON_GPU = ["-m", "not slow and not gpu"]
 ELSEWHERE = [f"--ignore={path}" for path in ("tests/eval", *GRAPHS, FLAGS)]
 """Nothing in tests/eval is marked `gpu`, and a module that lacks a package of evaluations would stop a whole run."""
