@@ -20,7 +20,8 @@ from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.model.hooks import cache_argument
 from hf_offload.policies.fluxion.block_attention import BLOCK, Tokens, attend, attend_blocks, join_blocks
 from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit
-from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
+from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics
+from hf_offload.policies.fluxion.kernels.predictor import step_features
 from hf_offload.scores import Scores
 from hf_offload.tools.training.labels import needed_budgets
 
@@ -244,8 +245,9 @@ class _Layer:
             kept, query, host, blocks, self.scores(query, first, stop), full,
             deviation_limit(full, self.sampling.taus), scale=scale, digest=self.sampling.digest,
         )  # fmt: skip
-        lengths = torch.tensor([[stop - first, length - stop + first]], dtype=torch.float32, device=query.device)
-        features = step_features(statistics, query, sinks, local, lengths)
+        arrays = [x.contiguous().cpu().numpy() for x in (query, *sinks, *local)]
+        parts, lengths = ((arrays[1], arrays[2]), (arrays[3], arrays[4])), (stop - first, length - stop + first)
+        features = torch.from_numpy(step_features(statistics.arrays, arrays[0], *parts, [lengths]))
         return Samples(*(x[0].cpu() for x in (features, anchor_budgets.transpose(2, 3), budgets)))
 
 
