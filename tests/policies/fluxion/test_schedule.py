@@ -48,18 +48,16 @@ def draw(rng: np.random.Generator, ratio: float, late: bool = True) -> Load:
     return Load(ranked, length[ranked], volume[ranked], seconds / speed)
 
 
-def simulate(load: Load, schedule: str, before: Load | None = None) -> tuple[float, list[int]]:
-    """Let workers take tasks whenever they are free, on a clock of its own: when all have ended, and what was taken.
+def simulate(load: Load, schedule: str, before: Load) -> float:
+    """When all tasks have ended that workers take whenever they are free, on a clock of its own.
 
     Args:
         before: a step that the same workers have done before, so that their pace is known.
     """
     queue = TaskQueue(load.seconds.shape[1], schedule, len(load.seconds) - 1)
-    if before is not None:
-        queue.pace.learn(CPU, before.volumes.sum(), before.seconds[0][before.ranked].sum())
-        queue.pace.learn(DEVICE, before.volumes.sum(), before.seconds[-1][before.ranked].sum())
+    for side, worker in ((CPU, 0), (DEVICE, -1)):
+        queue.pace.learn(side, before.volumes.sum(), before.seconds[worker][before.ranked].sum())
     queue.fill(load.ranked, load.lengths, load.volumes)
-    assert queue.lists.counts.sum() == len(load.ranked)
     device, last, taken = len(load.seconds) - 1, 0.0, []
     free = [(0.0, worker) for worker in range(device + 1)]
     while free:
@@ -69,30 +67,23 @@ def simulate(load: Load, schedule: str, before: Load | None = None) -> tuple[flo
             taken.append(task)
             last = max(last, now + load.seconds[worker][task])
             heapq.heappush(free, (now + load.seconds[worker][task], worker))
-    return last, taken
+    assert sorted(taken) == sorted(load.ranked.tolist()), schedule
+    return last
 
 
-@pytest.mark.parametrize("ratio", [0.05, 0.1, 0.3, 0.7, 1.0, 1.5, 4.0, 20.0])
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0, 4.0])
 def test_as_good_as_the_best_that_is_settled_beforehand(ratio: float) -> None:
     rng, ratios = np.random.default_rng(0), []
-    for _ in range(120):
-        load, ends = draw(rng, ratio), {}
-        for schedule in SCHEDULES:
-            ends[schedule], taken = simulate(load, schedule, draw(rng, ratio))
-            assert sorted(taken) == sorted(load.ranked.tolist()), schedule
+    for _ in range(60):
+        load = draw(rng, ratio)
+        ends = {schedule: simulate(load, schedule, draw(rng, ratio)) for schedule in SCHEDULES}
         ratios.append(ends["priority"] / max(min(ends[name] for name in STATIC), 1e-9))
+        known = draw(rng, ratio, late=False)
+        best = min(simulate(known, name, known) for name in STATIC)
+        assert simulate(known, "priority", known) <= 1.15 * best + 1e-9
     # What is late cannot be known. Without it, or with a device that is no slower than a thread, nothing is lost.
     assert np.quantile(ratios, 0.95) <= 1.15
     assert np.mean(ratios) < (1.0 if ratio < 0.5 else 0.9)
-
-
-@pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0, 4.0, 20.0])
-def test_what_takes_what_was_estimated_is_shared_well(ratio: float) -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(120):
-        load = draw(rng, ratio, late=False)
-        end = simulate(load, "priority", load)[0]
-        assert end <= 1.15 * min(simulate(load, name)[0] for name in STATIC) + 1e-9
 
 
 def test_a_pace_is_learnt() -> None:
@@ -113,43 +104,28 @@ def test_what_is_left_is_taken_by_the_other_side() -> None:
     tasks, volumes = np.arange(6, dtype=np.int32), np.array([9.0, 8.0, 6.0, 5.0, 4.0, 3.0])
     queue = TaskQueue(6, "priority")
     queue.fill(tasks, np.ones(6), volumes)
-    assert queue.lists.counts.tolist() == [3, 3]
     assert queue.take(DEVICE) == 1
-    assert [queue.take(CPU) for _ in range(3)] == [0, 3, 4]
-    assert [queue.take(CPU), queue.take(CPU)] == [5, 2]  # from the end
+    assert [queue.take(CPU) for _ in range(5)] == [0, 3, 4, 5, 2]  # at last those of the device, from the end
     assert queue.take(CPU) is queue.take(DEVICE) is None
     # A thread that takes ten times as long leaves alone what the device ends sooner.
     queue.pace.learn(CPU, 1.0, 10.0)
     queue.pace.learn(DEVICE, 1.0, 1.0)
     queue.fill(tasks, np.ones(6), volumes)
-    assert queue.lists.counts.tolist() == [1, 5]
     assert queue.take(CPU) == 5  # 30 seconds; the device would have ended it after 35
     assert queue.take(CPU) is None  # 40 seconds for the next, and 32 for all that the device has
-
-
-def test_a_closed_queue_gives_nothing_more_until_it_is_filled_again() -> None:
-    queue = TaskQueue(64, "uniform")
-    queue.fill(np.arange(64, dtype=np.int32), np.ones(64), np.ones(64))
-    assert [queue.take(DEVICE) for _ in range(3)] == [1, 3, 5]
+    assert queue.take(DEVICE) == 0
     queue.close()
-    assert queue.take(CPU) is queue.take(DEVICE) is None
-    queue.fill(np.arange(2, dtype=np.int32), np.ones(2), np.ones(2))
-    assert [queue.take(CPU), queue.take(DEVICE), queue.take(CPU)] == [0, 1, None]
+    assert queue.take(DEVICE) is None
 
 
 def test_static_shares_by_hand() -> None:
     # Task = row · 2 + head; rows of 10, 1, 5 and 4 tokens. By length: 10 | 10, then 5s and so on to the lighter side.
     tasks = np.array([0, 1, 4, 5, 6, 7, 2, 3], np.int32)
-    lengths = np.array([10, 10, 5, 5, 4, 4, 1, 1])
-    told = {}
-    for schedule in STATIC:
+    for schedule, want in (("none", []), ("uniform", [1, 5, 7, 3]), ("length", [1, 5, 7, 3])):
         queue = TaskQueue(8, schedule)
-        queue.fill(tasks, lengths, np.arange(8.0, 0.0, -1.0))
-        told[schedule] = queue.lists.order[DEVICE, : queue.lists.counts[DEVICE]].tolist()
-    assert told == {"none": [], "uniform": [1, 5, 7, 3], "length": [1, 5, 7, 3]}
+        queue.fill(tasks, np.array([10, 10, 5, 5, 4, 4, 1, 1]), np.arange(8.0, 0.0, -1.0))
+        assert list(iter(lambda queue=queue: queue.take(DEVICE), None)) == want
     uneven = TaskQueue(3, "length")
     uneven.fill(np.array([2, 0, 1], np.int32), np.array([3, 9, 5]), np.ones(3))
     assert [uneven.take(CPU), uneven.take(CPU)] == [0, None]
     assert [uneven.take(DEVICE), uneven.take(DEVICE), uneven.take(DEVICE)] == [2, 1, None]
-    with pytest.raises(ValueError, match="schedule='fast' is not known; use one of priority, none"):
-        TaskQueue(1, "fast")
