@@ -13,13 +13,11 @@ from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import ConstantPredictor, Fluxion, HybridCache
-from hf_offload.attention.decode import lone_step
 from hf_offload.blocks.resident_set import ResidentSet
 from hf_offload.files.fingerprint import likeness
 from hf_offload.policies.fluxion import scheduler
+from hf_offload.policies.fluxion.features import PROMPT_FEATURES
 from hf_offload.policies.fluxion.predictor import HeadPredictor, save_predictors
-from hf_offload.policies.fluxion.step import segments_of
-from hf_offload.scores import Scores
 from hf_offload.tools.training.samples import Samples, Sampling, capture, layer_samples
 
 SINKS, LOCAL, BLOCK = 16, 32, 16
@@ -132,21 +130,15 @@ def test_a_row_is_what_it_is_alone_in_both_memories(llama: PreTrainedModel, full
     assert sum(one["granularities"].values()) == pytest.approx(1 - one["streaming_groups"])
 
 
-def test_every_token_is_in_one_segment(llama: PreTrainedModel) -> None:
-    """Of those that the statistics of a prompt are made of."""
-    given = prompt(3, 200)
-    cache, known = HybridCache(llama, "fluxion", predictor=constant(), tier="one", prefill_tile=48), DynamicCache()
-    feed(llama, cache, *given, (0, 200))
-    feed(tiny_model("llama", "sdpa"), known, *given, (0, 200))
-    layer: Any = cache.layers[0]
-    query, scores = torch.randn(3, llama.config.num_attention_heads, layer.store.head_dim), layer.scores or Scores(1.0)
-    found = segments_of(lone_step(layer, query, 201, scores), query)
-    far = list(found.host)
-    for row in range(3):
-        for i, want in enumerate((known.layers[0].keys, known.layers[0].values)):
-            got = torch.cat([piece[i][row][:, piece[2][row]] for piece in (found.sinks, *far, found.newest)], 1)
-            torch.testing.assert_close(got, want[row][:, given[1][row].bool()], rtol=1e-5, atol=1e-5)
-    assert found.scores.shape == (3, query.shape[1], -(-sum(piece[2].shape[1] for piece in far) // BLOCK))
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_prompt_has_the_features_that_the_training_has_seen(llama: PreTrainedModel, tier: str) -> None:
+    cache = HybridCache(llama, "fluxion", predictor=constant(digest="quest"), tier=tier, prefill_tile=48)
+    given, sampling = prompt(1, 203), Sampling(interval=202, steps=1, digest="quest", **NEAR)
+    feed(llama, cache, *given, (0, 202, 203))
+    for seen in capture(tiny_model("llama", "sdpa"), given[0], [201, 202], lambda read: None):
+        want = layer_samples(seen, {202: [202]}, sampling).features[:, : len(PROMPT_FEATURES)]
+        got = cache.layers[seen.layer].state.tensors()["fixed"][0]
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 def test_statistics_are_made_anew_when_the_host_has_twice_as_much(llama: PreTrainedModel) -> None:
@@ -234,18 +226,11 @@ def test_the_first_task_of_a_device_says_nothing_of_its_pace(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It compiles and loads kernels, for seconds: were it counted, the device would get none for a hundred steps."""
-    run, learn, first, told = scheduler.DeviceTasks.run, scheduler.Pace.learn, [True], []
-
-    def slow_at_first(self: Any, *args: Any) -> None:
-        if first.pop() if first else False:
-            time.sleep(2)
-        run(self, *args)
-
-    def learning(self: Any, side: int, volume: float, seconds: float) -> None:
-        told.append((side, seconds))
-        learn(self, side, volume, seconds)
-
-    monkeypatch.setattr(scheduler.DeviceTasks, "run", slow_at_first)
-    monkeypatch.setattr(scheduler.Pace, "learn", learning)
-    decode_rows(llama, HybridCache(llama, "fluxion", predictor=constant(), tier="split", schedule="uniform"), (240,))
-    assert 0 < max(seconds for side, seconds in told if side == scheduler.DEVICE) < 2
+    run, pause = scheduler.DeviceTasks.run, [2.0]
+    monkeypatch.setattr(
+        scheduler.DeviceTasks, "run", lambda *args: (time.sleep(pause.pop() if pause else 0), run(*args))
+    )
+    cache = HybridCache(llama, "fluxion", predictor=constant(), tier="split", schedule="uniform")
+    decode_rows(llama, cache, (240,), 2)
+    partial = cache.layers[0].host_partial
+    assert 0 < partial.queue.pace.seconds[scheduler.DEVICE] * partial.selector.volumes.sum() < 1
