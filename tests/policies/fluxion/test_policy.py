@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,12 @@ def test_without_a_budget_sinks_and_newest_tokens_are_attended(llama: PreTrained
             "budget 0": ConstantPredictor(-0.1, 0.01, **NEAR),
         }
         cache = HybridCache(llama, "fluxion", predictor=nothing[policy], tier=tier)
-    (ids, _), start, stock = prompt(1, 160), 140, tiny_model("llama", "sdpa")
-    known = DynamicCache(config=stock.config)
-    with torch.no_grad():
-        for model, each in ((llama, cache), (stock, known)):
-            model(input_ids=ids[:, :start], past_key_values=each)
-        for t in range(start, 160):
-            got = llama(input_ids=ids[:, t : t + 1], past_key_values=cache).logits
-            at = torch.arange(t + 1)
-            seen = (at < SINKS) | (at >= (t // BLOCK) * BLOCK - LOCAL)  # blocks that were full before this step
-            mask = seen[None, None, None]
-            want = stock(input_ids=ids[:, t : t + 1], attention_mask=mask, past_key_values=known).logits
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    (ids, mask), start, at = prompt(1, 160), 140, torch.arange(160)
+    full_blocks = at[:, None] // BLOCK * BLOCK  # before a step
+    seen = (at < SINKS) | (at >= full_blocks - LOCAL) | (at[:, None] < start)
+    want = tiny_model("llama", "sdpa")(ids, attention_mask=(seen & (at <= at[:, None]))[None, None]).logits
+    got = torch.cat(feed(llama, cache, ids, mask, (0, *range(start, 161))), 1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     found = told(cache)
     assert found["head_budget"] == found["retrieved_share"] == found["retrieved_bytes"] == 0
     assert (found["streaming_groups"], found["scored_bytes"]) == (1, 0)
@@ -143,11 +138,11 @@ def test_a_prompt_has_the_features_that_the_training_has_seen(llama: PreTrainedM
 
 def test_statistics_are_made_anew_when_the_host_has_twice_as_much(llama: PreTrainedModel) -> None:
     cache, made = HybridCache(llama, "fluxion", predictor=constant(), tier="one"), []
-    layer, given = cache.layers[0], prompt(1, 180)
-    for cut in (0, *range(40, 179)):
-        feed(llama, cache, *given, (cut, cut + 1 if cut else 40))
-        made.append(layer.state.blocks)
-    assert sorted(set(made)) == [0, 2, 4, 8]  # at first nothing is on the host
+    given = prompt(1, 160)
+    for first, stop in ((0, 80), *itertools.pairwise(range(80, 161))):
+        feed(llama, cache, *given, (first, stop))
+        made.append(cache.layers[0].state.blocks)
+    assert sorted(set(made)) == [0, 3, 6]  # none yet, after the prompt
 
 
 def test_knobs(llama: PreTrainedModel) -> None:

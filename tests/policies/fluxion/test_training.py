@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from letters import letters
 from safetensors.torch import load_file
 from tiny import begin, tiny_model
 from typer.testing import CliRunner
@@ -191,16 +192,9 @@ def test_processes_share_windows_and_an_interruption_keeps_what_is_there(
 
 
 @pytest.fixture
-def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text, and a tiny model that reads a token a character in place of any that is loaded."""
-
-    class Tokenizer:
-        chat_template = None
-
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": [3 + ord(letter) % 150 for letter in text]}
-
-    monkeypatch.setattr(assets, "load_demo_model", lambda *_, **__: (tiny_model("llama", "sdpa"), Tokenizer()))
+    monkeypatch.setattr(assets, "load_demo_model", lambda *_, **__: (tiny_model("llama", "sdpa"), letters()))
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (i * i // 7) % 26) for i in range(1600)))
     return path
@@ -213,8 +207,8 @@ def run(*words: str | Path) -> tuple[int, str]:
     return result.exit_code, re.sub(r"[\s│]+", " ", result.output)
 
 
-def test_command(letters: Path, tmp_path: Path) -> None:
-    options = ("--text", letters, "--context", "780", "--interval", "720", "--epochs", "2", "--tau", "0.3")
+def test_command(text: Path, tmp_path: Path) -> None:
+    options = ("--text", text, "--context", "780", "--interval", "720", "--epochs", "2", "--tau", "0.3")
     code, said = run("--out", tmp_path / "made", *options, "--tau", "0.05")
     assert code == 0
     assert "held-out samples" in said
@@ -232,16 +226,3 @@ def test_command(letters: Path, tmp_path: Path) -> None:
     code, said = run("--out", tmp_path / "made", *options)
     assert code == 2
     assert "holds samples with another taus; name another folder, or empty this one" in said
-
-
-def test_command_tells_what_is_wrong(letters: Path, tmp_path: Path) -> None:
-    for option, value, message in (
-        ("--dtype", "int3", "dtype='int3' is not known"),
-        ("--under", "-1", "under=-1.0 is not a weight; use a number above 0"),
-        ("--context", "9000", "fewer than context=9000"),
-    ):
-        code, said = run("--out", tmp_path / "made", "--text", letters, option, value)
-        assert code == 2
-        assert message in said
-    letters.write_bytes(b"\xff\xfe\xff")
-    assert "is not UTF-8" in run("--out", tmp_path / "made", "--text", letters)[1]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
+from letters import letters
 from tiny import prompt, tiny_model
 
 from hf_offload.attention.merge import merge_partials
@@ -166,14 +166,11 @@ def test_budgets_keep_the_deviation_and_less_would_not() -> None:
         for head, (t, tau) in [(head, each) for head in range(heads) for each in enumerate(sampling.taus)]:
             count = round(float(found.budgets[row * heads + head, 0, t]) * (stop - first))
             needed.add(count)
-            errors = []
-            for less in {0, min(count, 1)}:
+            for less, enough in ((0, True), (1, False)) if count else ((0, True),):
                 keep = torch.ones(position + 1, dtype=torch.bool)
                 keep[first + order[head, count - less :]] = False
                 out = scores[head, keep].softmax(-1) @ value[head, : position + 1][keep]
-                errors.append(float((out - full[head]).norm() / full.norm(dim=1).max()))
-            assert errors[0] <= tau * (1 + 1e-4)
-            assert count == 0 or errors[1] > tau * (1 - 1e-4)
+                assert ((out - full[head]).norm() <= tau * full.norm(dim=1).max()) == enough
     assert len(needed) > 3
     columns, other = [FEATURES.index(f"anchor_budget_{size}") for size in GRANULARITIES[1:]], found.features_at(1)
     assert torch.equal(found.features_at(0), found.features)
@@ -185,33 +182,29 @@ def test_budgets_keep_the_deviation_and_less_would_not() -> None:
 # --- facts hidden in a text -------------------------------------------------------------------------------------------
 
 
-class Letters:
-    """A token a character; what a chat template writes is in capitals."""
-
-    def __init__(self, chat_template: str | None) -> None:
-        self.chat_template = chat_template
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        said = [m["content"].strip("\x1f") if self.chat_template == "strips" else m["content"] for m in messages]
-        return "BEGIN" + "".join(f"<{m['role'].upper()}>{text}<END>" for m, text in zip(messages, said, strict=True))
+TEMPLATES = {
+    None: None,
+    "marks": "BEGIN{% for m in messages %}<{{ m.role }}>{{ m.content }}<END>{% endfor %}",
+    "strips": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<END>{% endfor %}",
+}
+KNOWN = re.compile(r'(?:[tT]he |\[")(\w+ \w+)(?: is| is listed under| has the key|"\] =) "?([^ "]+?)"?\.?$')
 
 
 def asked_text(template: str | None, seed: int, interval: int = 1000) -> str:
-    ids = ask([ord("~")] * 4000, Letters(template), interval=interval, first=64, local=300, seed=seed)
-    return "".join(map(chr, ids[0].tolist()))
+    tokenizer = letters()
+    tokenizer.chat_template = TEMPLATES[template]
+    ids = ask(tokenizer("~" * 4000).input_ids, tokenizer, interval=interval, first=64, local=300, seed=seed)
+    return str(tokenizer.decode(ids[0]))
 
 
 @pytest.mark.parametrize("template", [None, "marks"])
 def test_answers_follow_at_every_interval(template: str | None) -> None:
-    frame, stop = ("\n\n", "\n\n") if template is None else ("<END><ASSISTANT>", "<END><USER>")
+    frame, stop = ("\n\n", "\n\n") if template is None else ("<END><assistant>", "<END><user>")
     for seed in range(8):
         text = asked_text(template, seed)
         assert text == asked_text(template, seed) != asked_text(template, seed + 1)
         assert len(text) == 4000
-        assert text.startswith("BEGIN<USER>") == (template is not None)
+        assert text.startswith("BEGIN<user>") == (template is not None)
         facts = list(re.finditer(r"~\n([^~\n]+)\n~", text))
         assert len(facts) == 8  # two in each stretch
         for fact in facts:
@@ -221,12 +214,9 @@ def test_answers_follow_at_every_interval(template: str | None) -> None:
             asked, answer = text[:end], text[end : end + 60]
             assert asked.endswith(frame)
             question = asked.removesuffix(frame).rsplit("\n", 1)[1]
-            owner = re.search(r'(?:for the |does the |Where is the |\[")([a-z]+ [a-z]+)', question)
-            assert owner is not None
-            (told,) = [one[1] for one in facts if owner[1] in one[1] and one.end() < end]
-            secret = re.search(r'(?:is|key|under|=) "?([^ ".]+)"?\.?( Keep it\.)?$', told)
-            assert secret is not None
-            assert secret[1] in answer.split(stop)[0]
+            secrets = dict(KNOWN.search(fact[1]).groups() for fact in facts if fact.end() < end)  # type: ignore[union-attr]
+            (owner,) = [owner for owner in secrets if owner in question]
+            assert secrets[owner] in answer.split(stop)[0]
     for given, message in (((None, 0, 420), "interval=420 leaves no room for facts"), (("strips", 0), "chat template")):
         with pytest.raises(ValueError, match=f"{message}.*use asked=0"):
             asked_text(*given)
