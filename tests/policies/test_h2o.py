@@ -50,17 +50,18 @@ def test_scores_are_sums_of_attention_weights(model: PreTrainedModel, tier: str,
 
 
 def test_what_is_evicted_does_not_come_back(model: PreTrainedModel) -> None:
-    cache, (ids, mask) = HybridCache(model, "h2o", block_size=16, heavy=0.1, recent=0.2), prompt(2, LENGTH + 30)
-    feed(model, cache, ids[:, :LENGTH], mask[:, :LENGTH], (0, LENGTH))
-    seen: list[list[set[int]]] = []
+    cache, (ids, mask), seen = (
+        HybridCache(model, "h2o", block_size=16, heavy=0.1, recent=0.2),
+        prompt(2, LENGTH + 30),
+        [],
+    )
+    feed(model, cache, ids, mask, (0, LENGTH))
     for newest in range(LENGTH, LENGTH + 30):
         feed(model, cache, ids, mask, (newest, newest + 1))
         seen.append([set(line.tolist()) - {EMPTY} for line in cache.layers[2].state.kept.position.flatten(0, 1)])
-        for line, now in enumerate(seen[-1]):
-            assert set(range(newest - 23, newest + 1)) <= now  # 24 of 120
-            assert len(now) <= 12 + 24 + 1
-            assert len(seen) == 1 or now <= seen[-2][line] | {newest}
-    assert all(len(line) == 37 for line in seen[-1])
+        for now, before in zip(seen[-1], seen[-2] if seen[1:] else seen[-1], strict=True):
+            assert {*range(newest - 23, newest + 1)} <= now <= before | {newest}  # 24 of 120
+    assert [len(line) for line in seen[-1]] == [12 + 24 + 1] * 4
 
 
 def test_the_lightest_old_token_goes() -> None:

@@ -19,23 +19,18 @@ def steps_of(clock: RecallClock, ratios: list[float]) -> list[int]:
     return [step for step, due in enumerate(answers) if due is not None and due.item()]
 
 
-def test_an_interval_counts_steps() -> None:
-    assert steps_of(RecallClock.of(3, 0.12, 0, CPU), [0.0] * 9) == [2, 5, 8]
-
-
-def test_zero_is_never() -> None:
-    assert steps_of(RecallClock.of(0, 0.12, 0, CPU), [1.0] * 9) == []
-
-
-def test_adaptive_follows_the_running_ratio() -> None:
-    """One odd step is forgiven after quiet ones, a rise is not, and a recall starts anew."""
-    clock = RecallClock.of("adaptive", 0.12, 0, CPU)
-    assert steps_of(clock, [0.05, 0.05, 0.15, 0.05, 0.12, 0.16, 0.16, 0.02, 0.05]) == [5, 6]
-
-
-def test_the_average_starts_anew_after_a_recall() -> None:
-    clock = RecallClock.of("adaptive", 0.12, 0, CPU)
-    assert steps_of(clock, [0.5, 0.1, 0.13]) == [0]  # with the first ratio the average would be .3 and .2
+@pytest.mark.parametrize(
+    ("recall", "ratios", "steps"),
+    [
+        (3, [0.0] * 9, [2, 5, 8]),
+        (0, [1.0] * 9, []),
+        # One odd step is forgiven after quiet ones, a rise is not, and a recall starts anew.
+        ("adaptive", [0.05, 0.05, 0.15, 0.05, 0.12, 0.16, 0.16, 0.02, 0.05], [5, 6]),
+        ("adaptive", [0.5, 0.1, 0.13], [0]),  # with the first ratio the average would be .3 and .2
+    ],
+)
+def test_steps_of_a_recall(recall: int | str, ratios: list[float], steps: list[int]) -> None:
+    assert steps_of(RecallClock.of(recall, 0.12, 0, CPU), ratios) == steps
 
 
 def test_a_profile_gives_each_layer_its_interval(tmp_path: Path) -> None:
@@ -47,15 +42,12 @@ def test_a_profile_gives_each_layer_its_interval(tmp_path: Path) -> None:
         RecallClock.of(file, 0.12, 2, CPU)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"intervals": [0]}', '{"intervals": 3}', '{"steps": [1]}'])
-def test_a_file_that_is_no_profile_is_named(tmp_path: Path, text: str) -> None:
+def test_wrong_values_and_files_that_are_no_profile_are_named(tmp_path: Path) -> None:
+    for recall in (-1, True, 1.5, None):
+        with pytest.raises(ValueError, match=f"recall={recall!r}"):
+            Scout(recall=recall)  # type: ignore[arg-type]
     file = tmp_path / "wrong.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"wrong\.json.*not a profile"):
-        Scout(recall=file)
-
-
-@pytest.mark.parametrize("recall", [-1, True, 1.5, None])
-def test_wrong_values_are_named(recall: object) -> None:
-    with pytest.raises(ValueError, match=f"recall={recall!r}"):
-        Scout(recall=recall)  # type: ignore[arg-type]
+    for text in ("", "[]", '{"intervals": [0]}', '{"intervals": 3}', '{"steps": [1]}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"wrong\.json.*not a profile"):
+            Scout(recall=file)

@@ -10,7 +10,6 @@ from tiny import prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.decode import look_ahead
 from hf_offload.policies.h2o import EMPTY
 
 LENGTH = 120  # half of the last block
@@ -112,22 +111,3 @@ def test_a_token_that_becomes_padding_is_attended_no_more(model: PreTrainedModel
         now[:, hidden] = 0
         got, want = (take_in(model, cache, ids[:, number : number + 1], now) for cache in caches)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_what_is_on_its_way_has_come_once_a_layer_is_at_rest(model: PreTrainedModel) -> None:
-    cache = HybridCache(model, "infinigen", tier="split", block_size=16)
-    take_in(model, cache, prompt(1, LENGTH)[0])
-    take_in(model, cache, prompt(1, 1)[0])
-    layer = cache.layers[1]
-    cache.settings.worker.delay = 0.05
-    query = torch.randn(1, 4, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(layer.device)
-    look_ahead(layer, query[:, :, 0])
-    first = layer.state.coming[1]
-    look_ahead(layer, query[:, :, 1])  # in place of the one before
-    assert first._job.done()
-    second = layer.state.coming[1]
-    assert second is not first
-    assert not second._job.done()
-    layer.drain()
-    assert second._job.done()
-    assert layer.ahead is None
