@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, InfiniGen
@@ -99,24 +99,17 @@ def test_layers_behind_the_first_choose_one_ahead(
 @pytest.mark.parametrize("tier", ["one", "split"])
 def test_a_step_that_fails_leaves_no_directions(tier: str) -> None:
     """Of a layer that was looked ahead to: they would be those of a token that is taken back."""
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError("no luck")
-
-    model, ids = tiny_model("llama"), prompt(1, 100)[0]
-    found = []
-    for token in (None, 149):
+    model, given, found = tiny_model("llama"), prompt(1, 101), []
+    for fails in (False, True):
         cache = HybridCache(model, "infinigen", tier=tier, block_size=16)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache)
-            for layer in cache.layers:
-                layer.last_queries = None  # as in a cache that was taken over: a step's own query gives the directions
-            cache.crop(-1)
-            if token is not None:
-                handle = model.model.layers[2].register_forward_pre_hook(fail)
-                with pytest.raises(ArithmeticError):
-                    model(torch.full((1, 1), token), past_key_values=cache)
-                handle.remove()
-            found.append(model(ids[:, 5:6], past_key_values=cache).logits)
+        feed(model, cache, *given, (0, 100, 101))
+        for layer in cache.layers:
+            layer.last_queries = None  # as in a cache that was taken over: a step's own query gives the directions
+        cache.crop(-1)
+        if fails:
+            handle = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError), torch.no_grad():
+                model(torch.full((1, 1), 149), past_key_values=cache)
+            handle.remove()
+        found += feed(model, cache, *given, (100, 101))
     assert torch.equal(*found)

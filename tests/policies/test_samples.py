@@ -26,7 +26,7 @@ BLOCK, PROMPT, STEPS = 16, 150, 24
 NEAR: dict[str, Any] = {"sinks": 16, "recent": 16}
 FEW = {"samples": 40, **NEAR}
 SPLIT: dict[str, Any] = {"tier": "split", "resident": 96}
-MEMORIES = pytest.mark.parametrize("memory", [{}, SPLIT], ids=["one", "two"])
+
 model_of = functools.cache(tiny_model)
 
 
@@ -72,11 +72,6 @@ def checked_errors(told: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def ahead(lookahead: str) -> dict[str, Any]:
     """Options of two memories of which the layers behind the first may look ahead."""
     return {**SPLIT, "lookahead": lookahead, "synchronous_layers": (0,)}
-
-
-def tier_of(memory: dict[str, Any]) -> dict[str, Any]:
-    """The options of a policy that has no resident blocks to choose."""
-    return {name: value for name, value in memory.items() if name == "tier"}
 
 
 def model_of_type(model_type: str, attn_implementation: str) -> Any:
@@ -189,8 +184,7 @@ def test_bytes_read_on_the_host_are_those_of_the_drawn_tokens_and_the_digests() 
     assert measuring.host_bytes(cache) == pytest.approx(want, rel=0.1)
 
 
-@pytest.mark.parametrize("tier", ["one", "split"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "tier"), [(1, "split"), (3, "one")])
 def test_hgca_finds_again_what_it_did_not_keep(batch: int, tier: str) -> None:
     """With all pairs drawn nothing is missed; tokens that are kept are not attended twice."""
     knobs = {"window": 40, "tier": tier}
@@ -242,7 +236,7 @@ def test_drafts_are_steps_of_their_own() -> None:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-@MEMORIES
+@pytest.mark.parametrize("memory", [{}, SPLIT], ids=["one", "two"])
 def test_a_check_tells_what_a_budget_misses(memory: dict[str, Any]) -> None:
     missed = []
     for budget in (64, 128):
@@ -304,12 +298,12 @@ def test_checks_of_a_rescue_where_marks_end_with_the_prompt() -> None:
     assert 0 < cache.stats().as_dict()["missed_mass"] < 1
 
 
-@MEMORIES
-def test_a_check_tells_what_a_rescue_misses(memory: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tier", ["one", "split"])
+def test_a_check_tells_what_a_rescue_misses(tier: str) -> None:
     """The mass of keys that were not attended, whatever those that were stand for."""
     missed, tokens = [], []
     for rescue in (0, 12, 10**6):
-        _, cache = decoded("hgca", steps=12, window=48, rescue=rescue, check_every=1, **tier_of(memory))
+        _, cache = decoded("hgca", steps=12, window=48, rescue=rescue, check_every=1, tier=tier)
         told = cache.stats().as_dict()
         missed.append(told["missed_mass"])
         tokens.append(told["attended_share"])
@@ -337,12 +331,9 @@ def test_digests_that_do_not_fit_are_told() -> None:
 def test_what_does_not_go_together() -> None:
     for name, knobs, why in (
         ("scout", {"samples": 64, "budget": 1024}, "give one of them"),
-        ("scout", {"samples": 0}, "samples=0"),
         ("scout", {"samples": 64, "digest": "quest"}, 'needs digest="submean"'),
         ("scout", {"samples": 64, "join": "raw"}, "no share"),
         ("quest", {"samples": 64}, "use 'scout' with samples=64, recent=0, block_size=16"),
-        ("hgca", {"rescue": -1}, "rescue=-1"),
-        ("scout", {"check_every": 0}, "check_every=0"),
     ):
         with pytest.raises(ValueError, match=why):
             HybridCache(model_of("llama"), name, **knobs)

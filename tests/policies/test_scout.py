@@ -1,8 +1,10 @@
-"""Scout's knobs and modes."""
+"""Scout's knobs and modes, and when it recalls."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
 from hf_offload.attention.step_split import SplitStep
+from hf_offload.policies.recall import RecallClock
 
 SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 SELECTED: dict[str, Any] = {"attend_resident": "selected"}
+CPU = torch.device("cpu")
 CACHE: dict[str, Any] = {"block_size": 16, "resident": 144}
 
 
@@ -94,25 +98,50 @@ def test_recall_lowers_the_share_of_the_cpu(model: PreTrainedModel) -> None:
     assert ratios[1] < 0.8 * ratios[0]
 
 
-@pytest.mark.slow
-def test_the_correction_brings_attending_ahead_nearer_to_the_truth(model: PreTrainedModel) -> None:
-    """Teacher-forced logits: with the correction the distance to the real query's is smaller."""
-
-    def logits(**knobs: Any) -> torch.Tensor:
-        cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", recall=0, **knobs)
-        return torch.cat(feed(model, cache, *prompt(1, 340), (0, *range(300, 341)))[1:], 1)
-
-    truth = logits(lookahead="off").log_softmax(-1)
-    errors = []
-    for correction in (False, True):
-        got = logits(lookahead="attend", synchronous_layers=(0,), correction=correction).log_softmax(-1)
-        errors.append(float((truth.exp() * (truth - got)).sum(-1).mean()))
-    assert errors[0] > 0
-    assert errors[1] < errors[0]
-
-
 def test_a_change_of_the_rows_keeps_the_clock(model: PreTrainedModel) -> None:
     cache = HybridCache(model, "scout", tier="split", recall=5, **(SMALL | CACHE))
     feed(model, cache, *prompt(2, 303), (0, *range(300, 304)))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert [float(layer.state.clock.since) for layer in cache.layers] == [3.0] * 4
+
+
+# --- recall ----------------------------------------------------------------------------------------------------------
+
+
+def steps_of(clock: RecallClock, ratios: list[float]) -> list[int]:
+    answers = [clock.due(torch.tensor(ratio)) for ratio in ratios]
+    return [step for step, due in enumerate(answers) if due is not None and due.item()]
+
+
+@pytest.mark.parametrize(
+    ("recall", "ratios", "steps"),
+    [
+        (3, [0.0] * 9, [2, 5, 8]),
+        (0, [1.0] * 9, []),
+        # One odd step is forgiven after quiet ones, a rise is not, and a recall starts anew.
+        ("adaptive", [0.05, 0.05, 0.15, 0.05, 0.12, 0.16, 0.16, 0.02, 0.05], [5, 6]),
+        ("adaptive", [0.5, 0.1, 0.13], [0]),  # with the first ratio the average would be .3 and .2
+    ],
+)
+def test_steps_of_a_recall(recall: int | str, ratios: list[float], steps: list[int]) -> None:
+    assert steps_of(RecallClock.of(recall, 0.12, 0, CPU), ratios) == steps
+
+
+def test_a_profile_gives_each_layer_its_interval(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"intervals": [1, 4]}))
+    assert Scout(recall=str(file)).recall == str(file)
+    assert steps_of(RecallClock.of(file, 0.12, 1, CPU), [0.0] * 8) == [3, 7]
+    with pytest.raises(ValueError, match="has 2 layers"):
+        RecallClock.of(file, 0.12, 2, CPU)
+
+
+def test_wrong_values_and_files_that_are_no_profile_are_named(tmp_path: Path) -> None:
+    for recall in (-1, True, 1.5, None):
+        with pytest.raises(ValueError, match=f"recall={recall!r}"):
+            Scout(recall=recall)  # type: ignore[arg-type]
+    file = tmp_path / "wrong.json"
+    for text in ("", "[]", '{"intervals": [0]}', '{"intervals": 3}', '{"steps": [1]}'):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"wrong\.json.*not a profile"):
+            Scout(recall=file)
