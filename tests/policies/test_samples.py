@@ -58,9 +58,8 @@ def distance(full: torch.Tensor, found: torch.Tensor) -> float:
     return float((full.exp() * (full - found)).sum(-1).mean())
 
 
-def assert_alike(found: torch.Tensor, want: torch.Tensor) -> None:
-    assert torch.equal(found.argmax(-1), want.argmax(-1))
-    assert (found - want).abs().max() <= 1e-5 * max(1.0, want.abs().max().item())
+def assert_alike(*logits: torch.Tensor) -> None:
+    assert_equal(*((each.argmax(-1), each) for each in logits))
 
 
 def checked_errors(told: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +137,6 @@ def test_more_samples_are_nearer_to_full_attention(lookahead: str | None, host_d
         stats = cache.stats().as_dict()
         attended.append(stats["attended_tokens"])
         ratios.append(stats["cpu_ratio"])
-        assert "tokens" in str(cache.stats())
     assert (SPLIT["resident"] if lookahead else 48) < attended[0] < attended[1] < PROMPT
     assert 0 < far[1] < far[0] / (1 if lookahead else 2)
     assert not lookahead or 0 < ratios[0] < ratios[1] < 0.6
@@ -170,7 +168,6 @@ def test_what_stats_say_of_a_draw() -> None:
     estimated, true = checked_errors(stats)
     assert len(true) == 3 * 4 * (STEPS - 1)  # rows and heads, of one layer in each step
     assert (true <= 3 * estimated + 1e-3).float().mean() > 0.9
-    assert "missed" in str(cache.stats())
     assert cache.fork().settings.checks is not None
 
 
@@ -197,9 +194,8 @@ def test_hgca_finds_again_what_it_did_not_keep(batch: int, tier: str) -> None:
     near, some = decoded("hgca", batch, steps=2, rescue=40, **knobs)
     assert (near - want[:, :2])[:, 1].abs().max() < (paper[:, 1] - want[:, 1]).abs().max()
     assert 40 < some.stats().as_dict()["attended_tokens"] < PROMPT + 20
-    assert HybridCache(model_of("llama"), "hgca", block_size=BLOCK, **knobs).policy.rescue == (
-        128 if tier == "one" else 0
-    )
+    rescue = HybridCache(model_of("llama"), "hgca", block_size=BLOCK, **knobs).policy.rescue
+    assert rescue == {"one": 128, "split": 0}[tier]
 
 
 def test_forks_files_and_crops_go_on_with_the_same_tokens(tmp_path: Path) -> None:

@@ -87,15 +87,25 @@ def test_the_budget_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPa
 
 def test_recall_lowers_the_share_of_the_cpu(model: PreTrainedModel) -> None:
     """Ten steps of one token want much the same blocks; the next token wants others."""
-    (ids, mask), ratios = prompt(1, 360), []
+    (ids, mask), ratios = prompt(1, 340), []
     ids[:, 300:] = ids[:, 300::10].repeat_interleave(10, 1)
     for recall in (0, 1):
         cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", recall=recall, smoothing=0.5)
-        feed(model, cache, ids, mask, (0, *range(300, 361)))
+        feed(model, cache, ids, mask, (0, *range(300, 341)))
         total = cache.stats().as_dict()
         ratios.append(total["cpu_ratio"])
         assert (total["recalls"] > 0) == (total["recall_bytes"] > 0) == (recall > 0)
     assert ratios[1] < 0.8 * ratios[0]
+
+
+def test_the_correction_brings_attending_ahead_nearer_to_the_truth(model: PreTrainedModel) -> None:
+    """Teacher-forced logits: with the correction the distance to the real query's is smaller."""
+    found = []
+    for knobs in ({"lookahead": "off"}, *({"lookahead": "attend", "correction": each} for each in (False, True))):
+        cache = HybridCache(model, "scout", **SMALL, **CACHE, tier="split", recall=0, synchronous_layers=(0,), **knobs)
+        found.append(torch.cat(feed(model, cache, *prompt(1, 320), (0, *range(300, 321)))[1:], 1).log_softmax(-1))
+    plain, corrected = (float((found[0].exp() * (found[0] - other)).sum(-1).mean()) for other in found[1:])
+    assert 0 < corrected < plain
 
 
 def test_a_change_of_the_rows_keeps_the_clock(model: PreTrainedModel) -> None:
