@@ -2,7 +2,7 @@
 
 Sinks and newest blocks are local: always attended and resident. Their attention gives the features of the prediction;
 then blocks of the host are chosen and attended, and the partials joined. With one memory all of it is one queue of
-launches. With two memories the device attends local blocks while the CPU chooses and attends.
+launches. With two memories the device attends local blocks, then the CPU predicts, chooses and attends.
 """
 
 from __future__ import annotations
