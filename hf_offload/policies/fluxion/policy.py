@@ -208,7 +208,7 @@ class Fluxion(Policy):
         }
 
     def plan(self, step: Step) -> Plan:
-        """The device attends local tokens; the CPU predicts each head's properties and attends the host's (figure 6)."""
+        """The device attends local tokens; the CPU predicts the heads' properties and attends the host's (figure 6)."""
         local, state = attend_local(step), step.state
         if not has_host_tokens(step):
             return join(step, local, None)
