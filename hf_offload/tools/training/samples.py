@@ -245,10 +245,12 @@ class _Layer:
             kept, query, host, blocks, self.scores(query, first, stop), full,
             deviation_limit(full, self.sampling.taus), scale=scale, digest=self.sampling.digest,
         )  # fmt: skip
-        arrays = [x.contiguous().cpu().numpy() for x in (query, *sinks, *local)]
-        parts, lengths = ((arrays[1], arrays[2]), (arrays[3], arrays[4])), (stop - first, length - stop + first)
-        features = torch.from_numpy(step_features(statistics.arrays, arrays[0], *parts, [lengths]))
-        return Samples(*(x[0].cpu() for x in (features, anchor_budgets.transpose(2, 3), budgets)))
+        asked, sink_out, sink_lse, local_out, local_lse = (
+            x.contiguous().cpu().numpy() for x in (query, *sinks, *local)
+        )
+        lengths = [(stop - first, length - stop + first)]
+        features = step_features(statistics.arrays, asked, (sink_out, sink_lse), (local_out, local_lse), lengths)
+        return Samples(*(x[0].cpu() for x in (torch.from_numpy(features), anchor_budgets.transpose(2, 3), budgets)))
 
 
 def _sealed(digest: str, key: torch.Tensor) -> DigestStore:
