@@ -245,11 +245,11 @@ class _Layer:
             kept, query, host, blocks, self.scores(query, first, stop), full,
             deviation_limit(full, self.sampling.taus), scale=scale, digest=self.sampling.digest,
         )  # fmt: skip
-        asked, sink_out, sink_lse, local_out, local_lse = (
+        query_array, sink_out, sink_lse, local_out, local_lse = (
             x.contiguous().cpu().numpy() for x in (query, *sinks, *local)
         )
         lengths = [(stop - first, length - stop + first)]
-        features = step_features(statistics.arrays, asked, (sink_out, sink_lse), (local_out, local_lse), lengths)
+        features = step_features(statistics.arrays, query_array, (sink_out, sink_lse), (local_out, local_lse), lengths)
         return Samples(*(x[0].cpu() for x in (torch.from_numpy(features), anchor_budgets.transpose(2, 3), budgets)))
 
 
