@@ -26,14 +26,13 @@ from hf_offload.gpu.streams import TASKS, stream_for
 from hf_offload.knobs import check_choice
 from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.kernels.scheduler import assign_tasks, make_task_lists, take_task, whole_tasks
-from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
+from hf_offload.policies.fluxion.selector import Local, Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.policies.fluxion.predictor import LayerPredictor
-    from hf_offload.policies.fluxion.step import Local
 
 SCHEDULES = ("priority", "none", "uniform", "length")
 """How the CPU and the device may share the tasks: `TaskQueue`."""

@@ -6,7 +6,7 @@ The CPU chooses runs of blocks by their digests and attends them. `kernels.selec
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,10 +38,22 @@ if TYPE_CHECKING:
     from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
-    from hf_offload.policies.fluxion.step import Local
 
 Properties: TypeAlias = tuple[float, float, bool]
 """bgt₀, k and streaming (`predictor.HeadProperties`), the same for all query heads."""
+
+
+class Local(NamedTuple):
+    """Attention to what is local, in two partials, of which the features are made.
+
+    Args:
+        query: `[B, Hq, D]` fp32, of this step.
+        sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32: the first tokens, and the newest with the tail.
+    """
+
+    query: torch.Tensor
+    sinks: tuple[torch.Tensor, torch.Tensor]
+    newest: tuple[torch.Tensor, torch.Tensor]
 
 
 def digests_of(store: BlockStore) -> DigestStore:

@@ -22,25 +22,12 @@ from hf_offload.policies.fluxion.block_attention import Tokens
 from hf_offload.policies.fluxion.kernels.selector import count_choice
 from hf_offload.policies.fluxion.predictor import LayerPredictor
 from hf_offload.policies.fluxion.scheduler import ScheduledHostPartial
-from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
+from hf_offload.policies.fluxion.selector import Local, Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import CpuStep
     from hf_offload.attention.step_split import SplitStep
-
-
-class Local(NamedTuple):
-    """Attention to what is local, in two partials, of which the features are made.
-
-    Args:
-        query: `[B, Hq, D]` fp32, of this step.
-        sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32: the first tokens, and the newest with the tail.
-    """
-
-    query: torch.Tensor
-    sinks: tuple[torch.Tensor, torch.Tensor]
-    newest: tuple[torch.Tensor, torch.Tensor]
 
 
 def attend_local(step: Step) -> Local:
