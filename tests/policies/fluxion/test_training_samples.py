@@ -160,6 +160,8 @@ def test_budgets_keep_the_deviation_and_less_would_not() -> None:
     key, value = (x[0].double().repeat_interleave(heads // x.shape[1], 0) for x in (layer.key, layer.value))
     for row, position in enumerate(steps):
         first, stop = sampling.host(position + 1)
+        counted = found.features[row * heads, [FEATURES.index(f"{side}_length") for side in ("host", "device")]]
+        assert counted.tolist() == [stop - first, position + 1 - (stop - first)]
         scores = layer.scale * torch.einsum("htd,hd->ht", key[:, : position + 1], layer.queries[1 + row].double())
         full = torch.einsum("ht,htd->hd", scores.softmax(-1), value[:, : position + 1])
         order = scores[:, first:stop].argsort(descending=True)
