@@ -41,17 +41,6 @@ def with_noise(model: Any) -> torch.Tensor:
         return follow(model, cache)
 
 
-def in_drafts(model: Any) -> torch.Tensor:
-    """Eight tokens a forward, each of which is verified."""
-    cache = read(model)
-    cache.activate_past_recording()
-    found = []
-    for first in range(LENGTH, LENGTH + STEPS, 8):
-        logits = model(IDS[:, first : first + 8], past_key_values=cache, logits_to_keep=8).logits
-        found.append(logits[0])
-    return torch.cat(found).log_softmax(-1)
-
-
 def in_a_batch(model: Any) -> torch.Tensor:
     """Behind two blocks of padding, beside another row."""
     ids = torch.cat([torch.cat([IDS[:, :32], IDS], 1), torch.cat([IDS.roll(9, 1), IDS[:, :32]], 1)])
@@ -62,11 +51,8 @@ def in_a_batch(model: Any) -> torch.Tensor:
     return torch.stack([each[0, -1] for each in logits[1:]]).log_softmax(-1)
 
 
-WAYS = (with_noise, in_drafts, in_a_batch)  # forks, files and crops keep every bit: `test_samples.py`
-
-
 @torch.inference_mode()
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [with_noise, in_a_batch])  # forks, files, crops and drafts: `test_samples.py`
 def test_a_row_is_the_same(way: Callable[[Any], torch.Tensor]) -> None:
     model = tiny_model("llama")
     cache = read(model)
@@ -79,27 +65,42 @@ def test_a_row_is_the_same(way: Callable[[Any], torch.Tensor]) -> None:
     assert (other - want).abs().amax(-1).min() > 0.1  # what is compared is not insensitive
 
 
+class Centered(digests.MeanStore):
+    """A digest of a user's own with statistics."""
+
+    frozen = False
+    center: torch.Tensor
+
+    @property
+    def statistics(self) -> dict[str, tuple[int, ...]]:
+        return {"center": (self.num_kv_heads, self.head_dim)}
+
+    def freeze(self, tiles: digests.Tiles) -> None:
+        self.center = sum(k.float().sum(2) for k, _ in tiles())
+        self.frozen = True
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("tier", ["one", "split"])
 @pytest.mark.parametrize(
-    "knobs", [{"samples": 4}, {"budget": 64}, {"policy": "hgca", "window": 48, "rescue": 4}], ids=str
-)
+    ("policy", "knobs"),
+    [
+        ("scout", {"samples": 4}), ("scout", {"budget": 64, "resident": 96}),
+        ("scout", {"budget": 64, "digest": "centered", "recent": 16, "resident": 96}),
+        ("hgca", {"window": 48, "rescue": 4}), ("hgca", {"window": 48, "rescue": 4, "tier": "split"}),
+    ],
+)  # fmt: skip
 def test_before_there_are_digests_all_is_attended(
-    knobs: dict[str, Any], tier: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "STATISTICS_TOKENS", LENGTH + 16)
-    model, full = tiny_model("llama"), None
-    knobs = {"policy": "scout", **knobs, "tier": tier}
-    if tier == "split" and "window" not in knobs:
-        knobs["resident"] = 96
-    ids = IDS[:, LENGTH : LENGTH + 40]
+    monkeypatch.setitem(digests.DIGESTS, "centered", Centered)
+    model, found = tiny_model("llama"), []
+    knobs = {"tier": "split" if "resident" in knobs else "one", "policy": policy, **knobs}
     for given in ({"policy": "full"}, knobs):
         cache = hf_offload.HybridCache(model, **given, block_size=16)
         model(IDS[:, :LENGTH], past_key_values=cache, logits_to_keep=1)
-        found = follow(model, cache, ids)
-        if full is None:
-            full = found
-    same = (found - full).abs().amax(-1) < 1e-4
+        found.append(follow(model, cache, IDS[:, LENGTH : LENGTH + 40]))
+    same = (found[0] - found[1]).abs().amax(-1) < 1e-4
     assert same[:15].all()  # the 316th token is in a full block at the 20th step
     assert not same[24:].any()
 
@@ -160,48 +161,3 @@ def test_drafts_that_are_dropped_leave_no_statistics(monkeypatch: pytest.MonkeyP
         found.append(torch.cat(feed(model, cache, ids, mask, range(121, 161)), 1).log_softmax(-1))
         assert not any(layer.store.awaits_digests for layer in cache.layers)
     assert (found[0] - found[1]).abs().max() < 0.1
-
-
-@torch.inference_mode()
-def test_a_row_of_few_tokens_takes_the_statistics_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 128)
-    model, (ids, mask) = tiny_model("llama"), prompt(2, 208)
-    mask[1, :202] = 0
-    cache = hf_offload.HybridCache(model, "scout", **KNOBS)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    model(ids[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), past_key_values=cache)
-    for layer in cache.layers:
-        sigma = layer.store.digests.sigma
-        assert (sigma[1] > 0.8 * sigma[0]).all()
-
-
-class Centered(digests.MeanStore):
-    """A digest of a user's own with statistics."""
-
-    frozen = False
-    center: torch.Tensor
-
-    @property
-    def statistics(self) -> dict[str, tuple[int, ...]]:
-        return {"center": (self.num_kv_heads, self.head_dim)}
-
-    def freeze(self, tiles: digests.Tiles) -> None:
-        self.center = sum(k.float().sum(2) for k, _ in tiles())
-        self.frozen = True
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("tier", ["one", "split"])
-def test_a_digest_of_your_own_begins_as_the_others_do(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "STATISTICS_TOKENS", 128)
-    monkeypatch.setitem(digests.DIGESTS, "centered", Centered)
-    model, found = tiny_model("llama"), []
-    memory = {"resident": 96, "lookahead": "off"} if tier == "split" else {}
-    scout = {"policy": "scout", "digest": "centered", "budget": 64, "recent": 16, **memory}
-    for knobs in ({"policy": "full"}, scout):
-        cache = hf_offload.HybridCache(model, tier=tier, block_size=16, **knobs)
-        model(IDS[:, :120], past_key_values=cache, logits_to_keep=1)
-        found.append(follow(model, cache, IDS[:, 120:150]))
-    apart = (found[0] - found[1]).abs().amax(-1)
-    assert apart[:8].max() < 1e-4
-    assert apart[8:].min() > 1e-2

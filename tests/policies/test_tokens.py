@@ -1,4 +1,4 @@
-"""Policies that attend single tokens of their states, after later turns, crops and masks."""
+"""Policies that attend single tokens of their states, after later turns, crops and masks; and what H2O keeps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import feed, prompt, tiny_model
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
-from hf_offload.attention.decode import look_ahead
-from hf_offload.policies.h2o import EMPTY
+from hf_offload.policies.h2o import EMPTY, Kept
 
 LENGTH = 120  # half of the last block
 COVERING: dict[str, dict[str, Any]] = {
@@ -114,20 +113,70 @@ def test_a_token_that_becomes_padding_is_attended_no_more(model: PreTrainedModel
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_on_its_way_has_come_once_a_layer_is_at_rest(model: PreTrainedModel) -> None:
-    cache = HybridCache(model, "infinigen", tier="split", block_size=16)
-    take_in(model, cache, prompt(1, LENGTH)[0])
-    take_in(model, cache, prompt(1, 1)[0])
-    layer = cache.layers[1]
-    cache.settings.worker.delay = 0.05
-    query = torch.randn(1, 4, 2, 1, 16, generator=torch.Generator().manual_seed(0)).to(layer.device)
-    look_ahead(layer, query[:, :, 0])
-    first = layer.state.coming[1]
-    look_ahead(layer, query[:, :, 1])  # in place of the one before
-    assert first._job.done()
-    second = layer.state.coming[1]
-    assert second is not first
-    assert not second._job.done()
-    layer.drain()
-    assert second._job.done()
-    assert layer.ahead is None
+# --- H2O -------------------------------------------------------------------------------------------------------------
+
+
+def begin(
+    model: PreTrainedModel, rows: int, steps: int, chunk: int = LENGTH, **options: Any
+) -> tuple[HybridCache, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache that has read a prompt, with padding, in chunks, and some steps; tokens, mask, last logits."""
+    ids, mask = prompt(rows, LENGTH + steps)
+    cache = HybridCache(model, "h2o", block_size=16, **options)
+    logits = feed(model, cache, ids, mask, [*range(0, LENGTH, chunk), *range(LENGTH, LENGTH + steps + 1)])
+    return cache, ids, mask, logits[-1]
+
+
+@pytest.mark.parametrize(("tier", "chunk"), [("one", LENGTH), ("split", 38)])
+def test_scores_are_sums_of_attention_weights(model: PreTrainedModel, tier: str, chunk: int) -> None:
+    cache, ids, mask, _ = begin(model, 3, 2, chunk, heavy=1, recent=1, tier=tier, prefill_tile=48)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": positions, "output_attentions": True}
+    with torch.no_grad():
+        weights = tiny_model("llama", "eager")(ids, **given).attentions
+    for got, attention in zip(learnt(cache, "h2o"), weights, strict=True):
+        want = (attention * mask[:, None, :, None]).sum(2)  # of queries that are no padding
+        want = want.view(3, 2, -1, LENGTH + 2).sum(2) * mask[:, None]
+        torch.testing.assert_close(got[..., : LENGTH + 2] * mask[:, None], want, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_evicted_does_not_come_back(model: PreTrainedModel) -> None:
+    cache, (ids, mask), seen = (
+        HybridCache(model, "h2o", block_size=16, heavy=0.1, recent=0.2),
+        prompt(2, LENGTH + 30),
+        [],
+    )
+    feed(model, cache, ids, mask, (0, LENGTH))
+    for newest in range(LENGTH, LENGTH + 30):
+        feed(model, cache, ids, mask, (newest, newest + 1))
+        seen.append([set(line.tolist()) - {EMPTY} for line in cache.layers[2].state.kept.position.flatten(0, 1)])
+        for now, before in zip(seen[-1], seen[-2] if seen[1:] else seen[-1], strict=True):
+            assert {*range(newest - 23, newest + 1)} <= now <= before | {newest}  # 24 of 120
+    assert [len(line) for line in seen[-1]] == [12 + 24 + 1] * 4
+
+
+def test_the_lightest_old_token_goes() -> None:
+    kept = Kept(
+        torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4, 16), torch.tensor([[[0.5, 0.1, 0.3, 0.0]]]),
+        torch.tensor([[[0, 1, 2, 3]]]), recent=2,
+    )  # fmt: skip
+    kept.take_in(torch.ones(1, 1, 16), torch.ones(1, 1, 16), 4, None)
+    assert kept.position.tolist() == [[[0, 4, 2, 3]]]  # 3 is lighter, but recent
+    assert kept.keys[0, 0, :, 0].tolist() == [0, 1, 0, 0]
+    kept.take_in(torch.ones(1, 1, 16), torch.ones(1, 1, 16), 5, torch.tensor([False]))
+    assert kept.position.tolist() == [[[0, 4, 2, EMPTY]]]
+    kept.take_in(torch.ones(1, 1, 16), torch.ones(1, 1, 16), 6, None)
+    assert kept.position.tolist() == [[[0, 4, 2, 6]]]
+
+
+def test_two_memories_attend_what_one_does(model: PreTrainedModel) -> None:
+    one, two = (begin(model, 3, 20, tier=tier)[-1] for tier in ("one", "split"))
+    torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_taken_over_begins_with_its_step(model: PreTrainedModel) -> None:
+    """Nobody has kept queries: the newest tokens and what the first step attends most."""
+    given, stock = prompt(1, LENGTH + 1), DynamicCache(config=model.config)
+    feed(model, stock, *given, (0, LENGTH))
+    cache = HybridCache.from_cache(stock, model, "h2o", heavy=1, recent=1, block_size=16)
+    got, want = (feed(model, each, *given, (LENGTH, LENGTH + 1))[0] for each in (cache, stock))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

@@ -4,8 +4,8 @@ q is the query of a decode step, q′ the anchor, the prompt's last query. Sinks
 host has those in between; generated tokens count as local. z_i(q) = s · q·k_i / ‖q‖₂ over the host's keys, with s the
 softmax scale, in most models 1/√D. Norms ‖·‖₂ of keys and values are taken token by token.
 
-30 features are fixed by the prompt (`prompt_statistics`). 11 change with every step: `step_features` reads only the
-query, two partials and the prompt's statistics.
+30 features are fixed by the prompt (`prompt_statistics`). 11 change with every step: `kernels.predictor` computes them
+from the query, two partials and the prompt's statistics, in decode steps and for training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 
 from hf_offload.attention.merge import merge_partials
 from hf_offload.policies.fluxion.block_attention import (
-    Partial,
     Tokens,
     attend,
     attend_blocks,
@@ -26,6 +25,7 @@ from hf_offload.policies.fluxion.block_attention import (
     logits,
 )
 from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit, largest_norm, needed_at_blocks
+from hf_offload.policies.fluxion.kernels.predictor import PromptArrays
 
 MOMENTS = ("mean", "variance", "skewness", "kurtosis")  # over tokens, of ‖K_cpu‖₂, ‖V_cpu‖₂ and z(q′)
 PROMPT_FEATURES = (
@@ -75,6 +75,11 @@ class PromptStatistics(NamedTuple):
     fixed: torch.Tensor
     directions: torch.Tensor
     half_variance: torch.Tensor
+
+    @property
+    def arrays(self) -> PromptArrays:
+        """The same for compiled code."""
+        return PromptArrays(*(x.contiguous().cpu().numpy() for x in self))
 
 
 class Moments:
@@ -180,30 +185,3 @@ def prompt_statistics(
     mean_key = scale * means[:, :, 0].repeat_interleave(group, 1)
     directions = torch.stack((mean_key, anchor / length.clamp(min=1e-12)[..., None]), 2)
     return PromptStatistics(torch.cat(columns, -1), directions, z_moments[..., 1] / 2), budgets
-
-
-def step_features(
-    statistics: PromptStatistics, query: torch.Tensor, sinks: Partial, local: Partial, lengths: torch.Tensor
-) -> torch.Tensor:
-    """The features of every head at a decode step, from what is on the device.
-
-    Args:
-        statistics: of the layer's prompt.
-        query: fp32 `[B, Hq, D]`.
-        sinks, local: attention over these tokens, out `[B, Hq, D]` and lse `[B, Hq]`.
-        lengths: fp32 `[B, 2]`: valid tokens on the host, and on the device.
-
-    Returns:
-        fp32 `[B, Hq, 41]`, columns as in `FEATURES`.
-    """
-    (sink_out, sink_lse), (local_out, local_lse) = sinks, local
-    device_out = torch.lerp(sink_out, local_out, (local_lse - sink_lse).sigmoid_()[..., None])
-    norms = torch.linalg.vector_norm(torch.stack((query, sink_out, local_out, device_out), 2), dim=-1)  # [B, Hq, 4]
-    dots = (statistics.directions @ query[..., None])[..., 0]  # [B, Hq, 2]
-    length = norms[..., 0]
-    spread = torch.addcmul(dots[..., 0], statistics.half_variance, length.square())
-    host_lse = spread + lengths[:, :1].clamp(min=1).log_()
-    norms[..., 3] = norms[..., 3].amax(-1, keepdim=True)
-    lses = torch.stack((sink_lse, local_lse, host_lse), -1)
-    sizes = lengths[:, None].expand(-1, query.shape[1], -1)
-    return torch.cat((statistics.fixed, sizes, norms, lses, dots / length.clamp(min=1e-12)[..., None]), -1)

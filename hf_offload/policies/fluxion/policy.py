@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +40,12 @@ class FluxionState(SelectorState):
 
     Args:
         layer: the layer.
-        make_predictor: makes the layer's predictor of the statistics of a prompt.
+        network: the predictor's.
     """
 
-    def __init__(self, layer: HybridLayer, make_predictor: Callable[[PromptStatistics], LayerPredictor]) -> None:
+    def __init__(self, layer: HybridLayer, network: Network) -> None:
         super().__init__(layer)
-        self._make_predictor = make_predictor
+        self._network = network
         self.predictor: LayerPredictor | None = None
         """There once there are tokens on the host."""
         self.blocks = 0
@@ -54,7 +53,7 @@ class FluxionState(SelectorState):
 
     def learn(self, statistics: PromptStatistics, blocks: int) -> None:
         """Predict by these statistics from here on."""
-        self.predictor, self.blocks = self._make_predictor(statistics), blocks
+        self.predictor, self.blocks = LayerPredictor(self._network, statistics), blocks
 
     def unplaced(self, layer: HybridLayer) -> None:
         self.predictor, self.blocks = None, 0
@@ -197,8 +196,7 @@ class Fluxion(Policy):
 
     def new_state(self, layer: HybridLayer) -> FluxionState:
         assert self.network is not None, "a predictor that is trained has a network"
-        make = partial(LayerPredictor, self.trained, self.network, skip_streaming=self.skip_streaming)
-        return FluxionState(layer, make)
+        return FluxionState(layer, self.network)
 
     def state_fields(self, sizes: LayerSizes) -> dict[str, Field]:
         heads = (sizes.rows, sizes.query_heads)
@@ -210,7 +208,7 @@ class Fluxion(Policy):
         }
 
     def plan(self, step: Step) -> Plan:
-        """The device attends local tokens; the CPU gets each head's properties and attends the host's (figure 6)."""
+        """The device attends local tokens; the CPU predicts the heads' properties and attends the host's (figure 6)."""
         local, state = attend_local(step), step.state
         if not has_host_tokens(step):
             return join(step, local, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import json
@@ -23,9 +22,8 @@ from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, check_tensors
 from hf_offload.files.fingerprint import unlikeness
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
-from hf_offload.policies.fluxion.block_attention import Partial
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
-from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, step_features
+from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics
 from hf_offload.policies.fluxion.kernels.predictor import Network, PromptArrays, pack_network
 
 FORMAT = 4
@@ -73,11 +71,8 @@ class Predictor(Protocol):
     def local(self) -> int:
         """Newest tokens that are always attended."""
 
-    def predict(self, features: torch.Tensor) -> HeadProperties:
-        """Properties `[…]` from features fp32 `[…, 41]`."""
-
     def network(self) -> Network:
-        """The same for compiled code, with the present weights."""
+        """Its network for compiled code, with the present weights."""
 
 
 def check_predictor(predictor: Any) -> None:
@@ -86,7 +81,7 @@ def check_predictor(predictor: Any) -> None:
     Raises:
         ValueError: it is no predictor, or a value is not allowed.
     """
-    parts = ("tau", "digest", "sinks", "local", "predict", "network")
+    parts = ("tau", "digest", "sinks", "local", "network")
     lacking = [name for name in parts if not hasattr(predictor, name)]
     if lacking or isinstance(predictor, type):
         raise ValueError(
@@ -129,15 +124,6 @@ class ConstantPredictor:
         check_flag("streaming", self.streaming)
         check_predictor(self)
 
-    def predict(self, features: torch.Tensor) -> HeadProperties:
-        """The constants, once for every row of `[…, 41]`."""
-        like = features[..., 0]
-        return HeadProperties(
-            torch.full_like(like, self.budget0),
-            torch.full_like(like, self.slope),
-            torch.full_like(like, self.streaming, dtype=torch.bool),
-        )
-
     def network(self) -> Network:
         """A network without hidden nodes: its outputs are the biases."""
         bias = torch.tensor((self.budget0, self.slope, float(self.streaming)), dtype=torch.float32, device="cpu")
@@ -168,7 +154,6 @@ class HeadPredictor(nn.Module):
         self.tau, self.digest, self.sinks, self.local = tau, digest, sinks, local
         self.streaming_at = streaming_at
         self._logit = float(torch.logit(torch.tensor(streaming_at, dtype=torch.float64, device="cpu")))
-        self._elsewhere: dict[torch.device, HeadPredictor] = {}
         options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         for name, start in (("offset", 0.0), ("inverse", 1.0), ("low", -LIMIT), ("high", LIMIT)):
             self.register_buffer(name, torch.full((len(FEATURES),), start, **options))
@@ -199,22 +184,9 @@ class HeadPredictor(nn.Module):
         return nn.functional.linear(x, self.outputs.weight, self.outputs.bias)
 
     def predict(self, features: torch.Tensor) -> HeadProperties:
-        """The properties of heads from their features, on the features' device.
-
-        Args:
-            features: fp32 `[…, 41]`, as `FEATURES` names them.
-        """
-        if features.device != self.offset.device:
-            return self._on(features.device).predict(features)
+        """The properties `[…]` of heads from features `[…, 41]`, as `FEATURES` names them."""
         budget0, slope, logit = self.forward(features).unbind(-1)
         return HeadProperties(budget0, slope, logit > self._logit)
-
-    def _on(self, device: torch.device) -> HeadPredictor:
-        """A copy on another device, made once: a model may be spread over several."""
-        found = self._elsewhere.get(device)
-        if found is None:
-            found = self._elsewhere[device] = copy.deepcopy(self).to(device)
-        return found
 
     def network(self) -> Network:
         """The network for compiled code, with the present weights."""
@@ -264,34 +236,25 @@ class HeadPredictor(nn.Module):
         return made.eval().requires_grad_(False)
 
 
+@dataclass(frozen=True, eq=False)
 class LayerPredictor:
-    """A predictor with the statistics of one layer's prompt.
+    """A predictor's network with the statistics of one layer's prompt.
 
     Args:
-        predictor: for all layers.
-        network: the same for compiled code.
+        network: for all layers.
         statistics: of the layer's prompt.
-        skip_streaming: False: no head counts as streaming.
     """
 
-    def __init__(
-        self, predictor: Predictor, network: Network, statistics: PromptStatistics, *, skip_streaming: bool
-    ) -> None:
-        self.predictor, self.network, self.statistics = predictor, network, statistics
-        self.skip_streaming = skip_streaming
+    network: Network
+    statistics: PromptStatistics
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # immutable
 
     @functools.cached_property
     def prompt(self) -> PromptArrays:
-        """The statistics for compiled code; they must be in host memory."""
-        return PromptArrays(*(tensor.contiguous().numpy() for tensor in self.statistics))
-
-    def predict(self, query: torch.Tensor, sinks: Partial, newest: Partial, lengths: torch.Tensor) -> HeadProperties:
-        """The properties at a step, on the device of these tensors; arguments as in `features.step_features`."""
-        found = self.predictor.predict(step_features(self.statistics, query, sinks, newest, lengths))
-        return found if self.skip_streaming else found._replace(streaming=torch.zeros_like(found.streaming))
+        """The statistics for compiled code, in host memory."""
+        return self.statistics.arrays
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

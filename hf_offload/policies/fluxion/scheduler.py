@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,13 @@ from hf_offload.gpu.streams import TASKS, stream_for
 from hf_offload.knobs import check_choice
 from hf_offload.policies.base import Partial
 from hf_offload.policies.fluxion.kernels.scheduler import assign_tasks, make_task_lists, take_task, whole_tasks
-from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
+from hf_offload.policies.fluxion.selector import Local, Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_split import SplitStep
     from hf_offload.cache.layer import HybridLayer
+    from hf_offload.policies.fluxion.predictor import LayerPredictor
 
 SCHEDULES = ("priority", "none", "uniform", "length")
 """How the CPU and the device may share the tasks: `TaskQueue`."""
@@ -271,22 +273,26 @@ class ScheduledHostPartial(SelectedHostPartial):
         self._tried = False
         """Whether the device has done a task before: the time of the first is that of compiling and loading kernels."""
 
-    def select(self, step: Step, properties: Properties) -> SelectedHostPartial:
+    def select(self, step: Step, properties: Properties | LayerPredictor, local: Local | None) -> SelectedHostPartial:
         self._launch = None
-        return super().select(step, properties)
+        return super().select(step, properties, local)
 
     def _work(self, step: Step) -> None:
         """The job: the CPU's share of the tasks."""
-        self._busy = self.worker.divide(self._assign(step))
+        self._busy = self.worker.divide(self._assign(step, self.worker.divide))
         self._ended = time.perf_counter()
 
-    def _assign(self, step: Step) -> Launch:
-        """Rank and assign the tasks once query and properties have arrived; the first caller does it for both sides."""
+    def _assign(self, step: Step, run: Callable[[Launch], Any]) -> Launch:
+        """Predict the properties, rank and assign the tasks; the first caller does it for both sides.
+
+        Args:
+            step: of the layer.
+            run: runs the prediction on the caller's threads.
+        """
         with self._lock:
             if self._launch is not None:
                 return self._launch
-            if self._sent is not None:
-                self._sent.synchronize()
+            self._predict(step, run)
             store, selector, scores = step.store, self.selector, step.scores
             launches = selector.make_choice(store, scores), selector.make_attention(store, scores)
             launch = whole_tasks(*launches, self.queue.lists)
@@ -302,7 +308,7 @@ class ScheduledHostPartial(SelectedHostPartial):
         """Let the device take tasks while there are any; the partial of its tasks."""
         self._taken = []
         try:
-            self._assign(step)
+            self._assign(step, Launch.run)
             self.device.begin()
             while (task := self.queue.take(DEVICE)) is not None:
                 self.device.run(step, self.selector, task)

@@ -5,7 +5,8 @@ The CPU chooses runs of blocks by their digests and attends them. `kernels.selec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +17,10 @@ from hf_offload.blocks.digests import DigestStore
 from hf_offload.blocks.memory import host_empty
 from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.cpu.kernels.digest_scores import Digest
-from hf_offload.cpu.launch import Launch
+from hf_offload.cpu.launch import Array, Launch
 from hf_offload.gpu.merge import HostResult
 from hf_offload.policies.base import LayerState, Partial
+from hf_offload.policies.fluxion.kernels.predictor import Rows, predict_properties
 from hf_offload.policies.fluxion.kernels.selector import (
     TALLIES,
     Budgets,
@@ -28,6 +30,7 @@ from hf_offload.policies.fluxion.kernels.selector import (
     retrieve_blocks,
     tally,
 )
+from hf_offload.policies.fluxion.predictor import LayerPredictor
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -36,8 +39,21 @@ if TYPE_CHECKING:
     from hf_offload.cache.layer import HybridLayer
     from hf_offload.cache.stats import LayerStats
 
-Properties: TypeAlias = tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]
-"""bgt₀, k and streaming of the query heads (`predictor.HeadProperties`): each `[B, Hq]`, or one value for all heads."""
+Properties: TypeAlias = tuple[float, float, bool]
+"""bgt₀, k and streaming (`predictor.HeadProperties`), the same for all query heads."""
+
+
+class Local(NamedTuple):
+    """Attention to what is local, in two partials, of which the features are made.
+
+    Args:
+        query: `[B, Hq, D]` fp32, of this step.
+        sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32: the first tokens, and the newest with the tail.
+    """
+
+    query: torch.Tensor
+    sinks: tuple[torch.Tensor, torch.Tensor]
+    newest: tuple[torch.Tensor, torch.Tensor]
 
 
 def digests_of(store: BlockStore) -> DigestStore:
@@ -52,7 +68,7 @@ class Selector:
     Args:
         store: of the layer's blocks.
         query: `[B, Hq, D]` fp32 on the host, the buffer of every step's query.
-        pin: whether a device writes the properties, and reads out and lse.
+        pin: whether a device reads out and lse.
     """
 
     def __init__(self, store: BlockStore, query: torch.Tensor, *, pin: bool) -> None:
@@ -64,13 +80,11 @@ class Selector:
                 return host_empty(shape, dtype, pin=pin, brief=True, what="a host partial")
 
         self.query = query.numpy()
-        self.properties = buffer(2, batch, heads), buffer(batch, heads, dtype=torch.uint8)
-        """bgt₀ and k, `[2, B, Hq]`, and streaming."""
         self.out_tensor, self.lse_tensor = buffer(*query.shape), buffer(batch, heads)
         self.out, self.lse = self.out_tensor.numpy(), self.lse_tensor.numpy()
-        (budget0, slope), streaming = self.properties[0].numpy(), self.properties[1].numpy()
-        self.property_arrays: tuple[np.ndarray, np.ndarray, np.ndarray] = budget0, slope, streaming
-        """bgt₀, k and streaming of every head, for a predictor that writes them on the host."""
+        budget0, slope = np.empty((2, batch, heads), np.float32)
+        self.properties: tuple[Array, Array, Array] = budget0, slope, np.empty((batch, heads), np.uint8)
+        """bgt₀, k and streaming of every head."""
         self.granularities = np.empty(0, np.int32)
         self.masses = np.empty((batch, heads, 0), np.float32)
         self.chosen = Chosen(
@@ -82,20 +96,27 @@ class Selector:
         """Bytes that each task reads (Eq. 3)."""
         self.digest: Digest | None = None
         """What the last choice scores with: the same object as long as the digests' arrays are the same."""
-        self._constants: Properties | None = None
 
     def set_properties(self, properties: Properties) -> None:
-        """Copy properties to the buffers, in the order of the device's stream."""
-        constant = not isinstance(properties[0], torch.Tensor)
-        if constant and properties == self._constants:
-            return
-        (budget0, slope), streaming = self.properties
-        for to, given in ((budget0, properties[0]), (slope, properties[1]), (streaming, properties[2])):
-            if isinstance(given, torch.Tensor):
-                to.copy_(given, non_blocking=True)
-            else:
-                to.fill_(given)
-        self._constants = properties if constant else None
+        """Give all heads the same properties."""
+        for array, value in zip(self.properties, properties, strict=True):
+            array.fill(value)
+
+    def predict(
+        self, step: Step, predictor: LayerPredictor, sinks: tuple[Array, Array], newest: tuple[Array, Array]
+    ) -> Launch:
+        """Prepare the prediction of all heads' properties.
+
+        Args:
+            step: of the layer.
+            predictor: of the layer.
+            sinks, newest: attention of the query to them, in host memory when the launch runs.
+        """
+        padding, chosen = step.store.padding, self.chosen
+        rows = Rows(chosen.first, chosen.end, padding.first, padding.valid, padding.ragged, step.block_size)
+        return predict_properties(
+            predictor.network, predictor.prompt, self.query, sinks, newest, rows, self.properties, length=step.length
+        )
 
     def reserve(self, granularities: np.ndarray, first: np.ndarray, end: int) -> None:
         """Make room for a choice among the blocks first..end-1 of each row, in runs of `granularities` blocks."""
@@ -118,7 +139,7 @@ class Selector:
 
     def _budgets(self, store: BlockStore) -> Budgets:
         return Budgets(
-            *self.property_arrays, self.granularities, store.block_size,
+            *self.properties, self.granularities, store.block_size,
             digests_of(store).block_bytes / store.num_kv_heads, float(store.pool.record_bytes),
         )  # fmt: skip
 
@@ -148,7 +169,7 @@ class Selector:
 
 
 class SelectedHostPartial(BlockHostPartial):
-    """Choice of host blocks and attention to them; query and properties come from the device.
+    """The heads' properties, choice of host blocks and attention to them; the device attends what is local.
 
     Args:
         layer: the layer.
@@ -160,27 +181,44 @@ class SelectedHostPartial(BlockHostPartial):
         assert layer.store is not None
         pin = layer.store.device.type == "cuda"
         self.selector = Selector(layer.store, self.query, pin=pin)
+        self._local = self.out, self.lse, self.kbar, self._buffer(*query.shape[:2])
+        """Attention to sinks and newest tokens, for a predictor: buffers that nothing else uses here."""
         self.out, self.lse = self.selector.out_tensor, self.selector.lse_tensor
         self._counts = SelectionCounts()
         """Of the layer whose step is running."""
+        self._predictor: LayerPredictor | None = None
+        """Of the layer whose step is running; None: the properties are known."""
         self._sent: torch.cuda.Event | None = None
-        """After query and properties of the step, on a CUDA device."""
+        """After query and attention to what is local, on a CUDA device."""
         self.reachable = not pin or all_pinned((self.out, self.lse, self.kbar))
 
-    def select(self, step: Step, properties: Properties) -> SelectedHostPartial:
-        """Start choice and attention, for which the selector has room; no job uses the buffers."""
-        self._counts = step.state.counts
+    def select(self, step: Step, properties: Properties | LayerPredictor, local: Local | None) -> SelectedHostPartial:
+        """Start prediction, choice and attention, for which the selector has room; no job uses the buffers."""
+        self._counts, self._predictor = step.state.counts, None
         self.mirror.pause()
         self.query.copy_(step.query, non_blocking=True)
-        self.selector.set_properties(properties)
+        if isinstance(properties, tuple):
+            self.selector.set_properties(properties)
+        else:
+            assert local is not None, "a predictor needs the attention to what is local"
+            self._predictor = properties
+            for to, part in zip(self._local, (*local.sinks, *local.newest), strict=True):
+                to.copy_(part, non_blocking=True)
         self._sent, label = self._arrived(), step.label("choice of blocks and attention")
         self._job = self.worker.submit(lambda: self._work(step), label, keep=(step.store.pool, self))
         return self
 
-    def _work(self, step: Step) -> None:
-        """The job: the choice, and the attention to what it chose."""
+    def _predict(self, step: Step, run: Callable[[Launch], Any]) -> None:
+        """Wait for the device, and let `run` run the prediction, if there is one."""
         if self._sent is not None:
             self._sent.synchronize()
+        if self._predictor is not None:
+            sink_out, sink_lse, out, lse = (tensor.numpy() for tensor in self._local)
+            run(self.selector.predict(step, self._predictor, (sink_out, sink_lse), (out, lse)))
+
+    def _work(self, step: Step) -> None:
+        """The job: the prediction, the choice, and the attention to what it chose."""
+        self._predict(step, self.worker.divide)
         for make in (self.selector.make_choice, self.selector.make_attention):
             self.worker.divide(make(step.store, step.scores))
 

@@ -2,7 +2,7 @@
 
 Sinks and newest blocks are local: always attended and resident. Their attention gives the features of the prediction;
 then blocks of the host are chosen and attended, and the partials joined. With one memory all of it is one queue of
-launches. With two memories the device attends local blocks while the CPU chooses and attends.
+launches. With two memories the device attends local blocks, then the CPU predicts, chooses and attends.
 """
 
 from __future__ import annotations
@@ -19,29 +19,15 @@ from hf_offload.blocks.device_mirror import sent
 from hf_offload.gpu.merge import merge
 from hf_offload.policies.base import EVER, Partial, Plan, Selection
 from hf_offload.policies.fluxion.block_attention import Tokens
-from hf_offload.policies.fluxion.kernels.predictor import Rows, count_tokens, predict_properties
 from hf_offload.policies.fluxion.kernels.selector import count_choice
 from hf_offload.policies.fluxion.predictor import LayerPredictor
 from hf_offload.policies.fluxion.scheduler import ScheduledHostPartial
-from hf_offload.policies.fluxion.selector import Properties, SelectedHostPartial, Selector, digests_of
+from hf_offload.policies.fluxion.selector import Local, Properties, SelectedHostPartial, Selector, digests_of
 
 if TYPE_CHECKING:
     from hf_offload.attention.step import Step
     from hf_offload.attention.step_cpu import CpuStep
     from hf_offload.attention.step_split import SplitStep
-
-
-class Local(NamedTuple):
-    """Attention to what is local, in two partials, of which the features are made.
-
-    Args:
-        query: `[B, Hq, D]` fp32, of this step.
-        sinks, newest: out `[B, Hq, D]` and lse `[B, Hq]` fp32: the first tokens, and the newest with the tail.
-    """
-
-    query: torch.Tensor
-    sinks: tuple[torch.Tensor, torch.Tensor]
-    newest: tuple[torch.Tensor, torch.Tensor]
 
 
 def attend_local(step: Step) -> Local:
@@ -66,7 +52,7 @@ def select(
         properties: of the heads, or the predictor of them.
         granularities: tokens of a run, multiples of the block size; each KV head takes the one with the least V(blk)
             (Eq. 3).
-        local: attention to what is local, for the predictor.
+        local: attention to what is local, for a predictor.
         schedule: with two memories, how the CPU and the device share the tasks (`scheduler.SCHEDULES`); None: see
             there.
 
@@ -81,10 +67,7 @@ def select(
     chooser.selector.reserve(spans, _sink_blocks(step)[1], step.host_end)
     if not has_host_tokens(step):
         return None
-    if two_memories and not isinstance(properties, tuple):
-        assert local is not None, "a predictor needs the attention to what is local"
-        properties = properties.predict(local.query, local.sinks, local.newest, lengths_of(step))
-    return chooser.select(step, properties)
+    return chooser.select(step, properties, local)
 
 
 def join(step: Step, local: Local, selected: Any) -> Plan:
@@ -110,15 +93,6 @@ def anchor_of(step: Step) -> torch.Tensor:
 def _sink_blocks(step: Step) -> tuple[np.ndarray, np.ndarray]:
     """First block and end of each row's sinks, `[B]` each."""
     return step.store.padding.sinks(step.layer.requirements.sinks)
-
-
-def lengths_of(step: Step) -> torch.Tensor:
-    """Valid tokens of each row, on the host and local; fp32 `[B, 2]` on the device."""
-    padding, size, end = step.store.padding, step.block_size, step.host_end
-    first = np.minimum(_sink_blocks(step)[1], end) * size
-    rows = zip(padding.valid, padding.first.tolist(), first.tolist(), strict=True)
-    counts = [count_tokens(valid, padding.ragged, begin, low, end * size, step.length) for valid, begin, low in rows]
-    return sent(np.array(counts, np.float32), step.store.device)
 
 
 class LocalBlocks:
@@ -235,23 +209,19 @@ class HostBuffers:
         step.serve_this_block()
         return Local(self.query, (self.sink_out, self.sink_lse), (buffers.out_tensor, buffers.lse_tensor))
 
-    def select(self, step: CpuStep, properties: Properties | LayerPredictor) -> Partial:
+    def select(self, step: CpuStep, properties: Properties | LayerPredictor, local: Local | None) -> Partial:
         """Queue the prediction, behind attention to what is local, the choice of host blocks, and attention to them.
 
         Args:
             step: of this layer; the selector has room for it.
             properties: of the heads, or the predictor of them.
+            local: from `attend_local`, for a predictor.
         """
         selector, store, buffers, counts = self.selector, step.store, step.buffers, step.state.counts
         if isinstance(properties, tuple):
             selector.set_properties(properties)
         else:
-            padding, chosen = store.padding, selector.chosen
-            rows = Rows(chosen.first, chosen.end, padding.first, padding.valid, padding.ragged, step.block_size)
-            launch = predict_properties(
-                properties.network, properties.prompt, buffers.query, self._sinks, (buffers.out, buffers.lse), rows,
-                selector.property_arrays, length=step.length,
-            )  # fmt: skip
+            launch = selector.predict(step, properties, self._sinks, (buffers.out, buffers.lse))
             step.add(launch, "the properties of the heads", length=True)
         digests, totals, choice = digests_of(store), counts.totals, selector.make_choice(store, step.scores)
         digest = selector.digest

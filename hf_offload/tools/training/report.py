@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
-from hf_offload.policies.fluxion.predictor import Predictor
+from hf_offload.policies.fluxion.predictor import HeadPredictor
 from hf_offload.tools.training.labels import fit_line
 
 
@@ -18,7 +18,7 @@ def r_squared(predicted: torch.Tensor, true: torch.Tensor) -> float:
     return float(1 - (predicted - true).double().square().sum() / spread) if spread > 0 else float("nan")
 
 
-def quality(predictor: Predictor, features: torch.Tensor, budgets: torch.Tensor, fit: str) -> dict[str, Any]:
+def quality(predictor: HeadPredictor, features: torch.Tensor, budgets: torch.Tensor, fit: str) -> dict[str, Any]:
     """Figures of a predictor.
 
     Args:

@@ -20,7 +20,8 @@ from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.model.hooks import cache_argument
 from hf_offload.policies.fluxion.block_attention import BLOCK, Tokens, attend, attend_blocks, join_blocks
 from hf_offload.policies.fluxion.budgets import GRANULARITIES, deviation_limit
-from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics, step_features
+from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics, prompt_statistics
+from hf_offload.policies.fluxion.kernels.predictor import step_features
 from hf_offload.scores import Scores
 from hf_offload.tools.training.labels import needed_budgets
 
@@ -244,9 +245,12 @@ class _Layer:
             kept, query, host, blocks, self.scores(query, first, stop), full,
             deviation_limit(full, self.sampling.taus), scale=scale, digest=self.sampling.digest,
         )  # fmt: skip
-        lengths = torch.tensor([[stop - first, length - stop + first]], dtype=torch.float32, device=query.device)
-        features = step_features(statistics, query, sinks, local, lengths)
-        return Samples(*(x[0].cpu() for x in (features, anchor_budgets.transpose(2, 3), budgets)))
+        query_array, sink_out, sink_lse, local_out, local_lse = (
+            x.contiguous().cpu().numpy() for x in (query, *sinks, *local)
+        )
+        lengths = [(stop - first, length - stop + first)]
+        features = step_features(statistics.arrays, query_array, (sink_out, sink_lse), (local_out, local_lse), lengths)
+        return Samples(*(x[0].cpu() for x in (torch.from_numpy(features), anchor_budgets.transpose(2, 3), budgets)))
 
 
 def _sealed(digest: str, key: torch.Tensor) -> DigestStore:

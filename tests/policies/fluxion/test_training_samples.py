@@ -1,13 +1,13 @@
-"""Training samples: partials over blocks, needed budgets, captured queries, and questions about hidden facts."""
+"""Training samples: needed budgets, captured queries, and questions about hidden facts."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
+from letters import letters
 from tiny import prompt, tiny_model
 
 from hf_offload.attention.merge import merge_partials
@@ -17,30 +17,13 @@ from hf_offload.policies.fluxion.features import FEATURES
 from hf_offload.tools.training import samples
 from hf_offload.tools.training.labels import fit_line, needed_budgets
 from hf_offload.tools.training.needle_samples import ask
-from hf_offload.tools.training.samples import CapturedLayer, Samples, Sampling, capture, layer_samples
+from hf_offload.tools.training.samples import CapturedLayer, Sampling, capture, layer_samples
 
 HEADS, GROUP, DIM, SCALE = 2, 2, 8, 0.5
 TAUS = (0.02, 0.1, 0.4)
-SMALL = Sampling(interval=96, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest="quest")
 
 
 # --- needed budgets ---------------------------------------------------------------------------------------------------
-
-
-def case(length: int) -> tuple[torch.Tensor, Tokens]:
-    """A query and tokens of two rows; some of the second do not count and hold NaN."""
-    torch.manual_seed(length)
-    query, (key, value) = 3 * torch.randn(2, HEADS * GROUP, DIM), torch.randn(2, 2, HEADS, length, DIM)
-    valid = torch.ones(2, length, dtype=torch.bool)
-    valid[1, : length // 3] = False
-    key[1, :, : length // 3], value[1, :, : length // 3] = torch.nan, torch.nan
-    return query, Tokens(key, value, valid)
-
-
-def plain(query: torch.Tensor, parts: list[Tokens], row: int, head: int) -> torch.Tensor:
-    """Attention [D] to the tokens of all parts that count."""
-    key, value = (torch.cat([part[i][row, head // GROUP, part.valid[row]] for part in parts]).double() for i in (0, 1))
-    return (SCALE * key @ query[row, head].double()).softmax(0) @ value
 
 
 def searched(
@@ -68,13 +51,19 @@ def searched(
     return len(chosen) / int(keep.sum())
 
 
-@pytest.mark.parametrize("digest", ["quest", "submean"])
-@pytest.mark.parametrize("length", [7, 48, 330])
+@pytest.mark.parametrize(("length", "digest"), [(7, "quest"), (48, "quest"), (330, "quest"), (330, "submean")])
 def test_budgets_are_those_of_a_search(length: int, digest: str) -> None:
-    """Scores are near the truth but not it."""
-    query, host = case(length)
-    kept = Tokens(*torch.randn(2, 2, HEADS, 40, DIM), torch.ones(2, 40, dtype=torch.bool))
-    near, blocks = attend(query, kept, SCALE), attend_blocks(query, host, SCALE)
+    """Of two rows; some tokens of the second do not count and hold NaN. Scores are near the truth but not it."""
+    torch.manual_seed(length)
+    query, host = (
+        3 * torch.randn(2, HEADS * GROUP, DIM),
+        Tokens(*torch.randn(2, 2, HEADS, length, DIM), torch.ones(2, length) > 0),
+    )
+    for x in (host.key, host.value):
+        x[1, :, : length // 3] = torch.nan
+    host.valid[1, : length // 3] = False
+    near = attend(query, Tokens(*torch.randn(2, 2, HEADS, 40, DIM), torch.ones(2, 40) > 0), SCALE)
+    blocks = attend_blocks(query, host, SCALE)
     scores = blocks[1] + 0.5 * torch.randn(blocks[1].shape)
     far, lse = join_blocks(blocks, -1)
     full = merge_partials([near, (far[:, :, 0], lse[:, :, 0])])[0]
@@ -83,9 +72,6 @@ def test_budgets_are_those_of_a_search(length: int, digest: str) -> None:
     assert found.shape == (2, HEADS * GROUP, len(GRANULARITIES), len(TAUS))
     different = set()
     for row, head in [(row, head) for row in range(2) for head in range(HEADS * GROUP)]:
-        for got, parts in ((near[0], [kept]), (full, [kept, host])):
-            want = plain(query, parts, row, head)
-            torch.testing.assert_close(got[row, head].double(), want, atol=1e-5, rtol=1e-5)
         for g, size in enumerate(GRANULARITIES):
             for t, tau in enumerate(TAUS):
                 least = searched(query, host, near, full, scores, row, head, size, tau, digest)
@@ -104,14 +90,12 @@ def test_lines_through_budgets() -> None:
     first, slope = fit_line(torch.stack((exact, torch.tensor([9.0, *others]))), "online")
     torch.testing.assert_close(slope, torch.tensor([0.02, 0.08]))  # Σ (step - 5.5) · budget / 5
     torch.testing.assert_close(first, torch.tensor([0.1, 0.5 - 5.5 * 0.08]))
-    with pytest.raises(ValueError, match="fit='best' is not known; use one of online, paper"):
-        fit_line(exact, "best")
 
 
 # --- captured queries -------------------------------------------------------------------------------------------------
 
 
-def seen(family: str, positions: list[int], length: int = 300) -> list[CapturedLayer]:
+def seen(family: str, positions: list[int], length: int) -> list[CapturedLayer]:
     read: list[int] = []
     found = list(capture(tiny_model(family, "sdpa"), prompt(1, length)[0], positions, read.append))
     assert sum(read) == length
@@ -152,96 +136,77 @@ def test_the_model_keeps_its_attention_and_a_softcap_is_refused() -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_steps_lie_behind_their_prompt(asked: bool) -> None:
     """Half of those behind a question lie in its answer."""
-    sampling = Sampling(interval=400, steps=8)
+    sampling = Sampling(interval=400, steps=8, sinks=16, local=32)
     plan = sampling.positions(1700, seed=1, asked=asked)
     assert list(plan) == [400, 800, 1200, 1600]
     for length, steps in plan.items():
-        assert len({*steps}) == 8
-        assert steps == sorted(steps)
+        assert steps == sorted({*steps})
+        assert len(steps) == 8
         assert all(length <= step < min(length + 400, 1700) for step in steps)
-        if asked:
-            assert sum(step < length + 24 for step in steps) == 4
+        assert not asked or sum(step < length + 24 for step in steps) == 4
     assert plan == sampling.positions(1700, seed=1, asked=asked) != sampling.positions(1700, seed=2, asked=asked)
     assert sampling.positions(408, seed=1, asked=asked) == {400: list(range(400, 408))}
+    assert [sampling.host(n) for n in (63, 64, 79, 300)] == [(16, 16), (16, 32), (16, 32), (16, 256)]  # whole blocks
 
 
-@pytest.mark.parametrize(("length", "host"), [(63, (16, 16)), (64, (16, 32)), (79, (16, 32)), (300, (16, 256))])
-def test_segments_are_whole_blocks(length: int, host: tuple[int, int]) -> None:
-    assert SMALL.host(length) == host
-
-
-@pytest.mark.parametrize("digest", ["quest", "submean"])
-def test_budgets_keep_the_deviation_and_less_would_not(digest: str) -> None:
+def test_budgets_keep_the_deviation_and_less_would_not() -> None:
     """Attending sinks, local tokens and as much of the host as a sample says is within τ; one token less is not."""
-    sampling = Sampling(interval=200, steps=3, taus=(0.05, 0.3), sinks=16, local=32, digest=digest)
+    sampling = Sampling(interval=200, steps=3, taus=(0.05, 0.3), sinks=16, local=32)
     plan = sampling.positions(300, seed=0)
     ((length, steps),) = plan.items()
-    layer = seen("llama", [length - 1, *steps])[1]
-    found = layer_samples(layer, plan, sampling)
-    heads = layer.queries.shape[1]
-    assert found.features.shape == (3 * heads, 41)
-    assert torch.isfinite(found.features).all()
-    assert found.anchor_budgets.shape == (3 * heads, 2, 4)
-    assert found.budgets.shape == (3 * heads, len(GRANULARITIES), 2)
+    layer = seen("llama", [length - 1, *steps], 300)[1]
+    found, heads, needed = layer_samples(layer, plan, sampling), layer.queries.shape[1], set()
+    assert found.features.isfinite().all()
     key, value = (x[0].double().repeat_interleave(heads // x.shape[1], 0) for x in (layer.key, layer.value))
-    needed = set()
     for row, position in enumerate(steps):
         first, stop = sampling.host(position + 1)
+        counted = found.features[row * heads, [FEATURES.index(f"{side}_length") for side in ("host", "device")]]
+        assert counted.tolist() == [stop - first, position + 1 - (stop - first)]
         scores = layer.scale * torch.einsum("htd,hd->ht", key[:, : position + 1], layer.queries[1 + row].double())
         full = torch.einsum("ht,htd->hd", scores.softmax(-1), value[:, : position + 1])
         order = scores[:, first:stop].argsort(descending=True)
         for head, (t, tau) in [(head, each) for head in range(heads) for each in enumerate(sampling.taus)]:
             count = round(float(found.budgets[row * heads + head, 0, t]) * (stop - first))
             needed.add(count)
-            errors = []
-            for less in {0, min(count, 1)}:
+            for less, enough in ((0, True), (1, False)) if count else ((0, True),):
                 keep = torch.ones(position + 1, dtype=torch.bool)
                 keep[first + order[head, count - less :]] = False
                 out = scores[head, keep].softmax(-1) @ value[head, : position + 1][keep]
-                errors.append(float((out - full[head]).norm() / full.norm(dim=1).max()))
-            assert errors[0] <= tau * (1 + 1e-4)
-            assert count == 0 or errors[1] > tau * (1 - 1e-4)
+                assert ((out - full[head]).norm() <= tau * full.norm(dim=1).max()) == enough
     assert len(needed) > 3
-    columns = [FEATURES.index(f"anchor_budget_{size}") for size in GRANULARITIES[1:]]
-    other = found.features_at(1)
+    columns, other = [FEATURES.index(f"anchor_budget_{size}") for size in GRANULARITIES[1:]], found.features_at(1)
     assert torch.equal(found.features_at(0), found.features)
     assert torch.equal(other[:, columns], found.anchor_budgets[:, 1])
     assert (other[:, columns] <= found.features[:, columns]).all()  # a larger deviation needs no more
     assert not torch.equal(other, found.features)
-    assert len(Samples.joined([found, found]).features) == 2 * len(found.features)
 
 
 # --- facts hidden in a text -------------------------------------------------------------------------------------------
 
 
-class Letters:
-    """A token a character; what a chat template writes is in capitals."""
-
-    def __init__(self, chat_template: str | None) -> None:
-        self.chat_template = chat_template
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        said = [m["content"].strip("\x1f") if self.chat_template == "strips" else m["content"] for m in messages]
-        return "BEGIN" + "".join(f"<{m['role'].upper()}>{text}<END>" for m, text in zip(messages, said, strict=True))
+TEMPLATES = {
+    None: None,
+    "marks": "BEGIN{% for m in messages %}<{{ m.role }}>{{ m.content }}<END>{% endfor %}",
+    "strips": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<END>{% endfor %}",
+}
+KNOWN = re.compile(r'(?:[tT]he |\[")(\w+ \w+)(?: is| is listed under| has the key|"\] =) "?([^ "]+?)"?\.?$')
 
 
 def asked_text(template: str | None, seed: int, interval: int = 1000) -> str:
-    text = [ord("~")] * 4000
-    return "".join(
-        map(chr, ask(text, Letters(template), interval=interval, first=64, local=300, seed=seed)[0].tolist())
-    )
+    tokenizer = letters()
+    tokenizer.chat_template = TEMPLATES[template]
+    ids = ask(tokenizer("~" * 4000).input_ids, tokenizer, interval=interval, first=64, local=300, seed=seed)
+    return str(tokenizer.decode(ids[0]))
 
 
 @pytest.mark.parametrize("template", [None, "marks"])
 def test_answers_follow_at_every_interval(template: str | None) -> None:
+    frame, stop = ("\n\n", "\n\n") if template is None else ("<END><assistant>", "<END><user>")
     for seed in range(8):
         text = asked_text(template, seed)
         assert text == asked_text(template, seed) != asked_text(template, seed + 1)
         assert len(text) == 4000
-        assert text.startswith("BEGIN<USER>") == (template is not None)
+        assert text.startswith("BEGIN<user>") == (template is not None)
         facts = list(re.finditer(r"~\n([^~\n]+)\n~", text))
         assert len(facts) == 8  # two in each stretch
         for fact in facts:
@@ -249,21 +214,11 @@ def test_answers_follow_at_every_interval(template: str | None) -> None:
             assert fact.end(1) <= (fact.start() // 1000 + 1) * 1000 - 300
         for end in (1000, 2000, 3000):
             asked, answer = text[:end], text[end : end + 60]
-            frame, stop = ("\n\n", "\n\n") if template is None else ("<END><ASSISTANT>", "<END><USER>")
             assert asked.endswith(frame)
             question = asked.removesuffix(frame).rsplit("\n", 1)[1]
-            owner = re.search(r'(?:for the |does the |Where is the |\[")([a-z]+ [a-z]+)', question)
-            assert owner is not None
-            (told,) = [one[1] for one in facts if owner[1] in one[1] and one.end() < end]
-            secret = re.search(r'(?:is|key|under|=) "?([^ ".]+)"?\.?( Keep it\.)?$', told)
-            assert secret is not None
-            assert secret[1] in answer.split(stop)[0]
-
-
-@pytest.mark.parametrize(
-    ("template", "interval", "message"),
-    [(None, 420, "interval=420 leaves no room for facts 300 tokens before"), ("strips", 1000, "chat template")],
-)
-def test_text_that_nothing_can_be_hidden_in_is_refused(template: str | None, interval: int, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{message}.*use asked=0"):
-        asked_text(template, 0, interval)
+            secrets = dict(KNOWN.search(fact[1]).groups() for fact in facts if fact.end() < end)  # type: ignore[union-attr]
+            (owner,) = [owner for owner in secrets if owner in question]
+            assert secrets[owner] in answer.split(stop)[0]
+    for given, message in (((None, 0, 420), "interval=420 leaves no room for facts"), (("strips", 0), "chat template")):
+        with pytest.raises(ValueError, match=f"{message}.*use asked=0"):
+            asked_text(*given)

@@ -1,4 +1,4 @@
-"""The head property predictor in one launch: the features of a step, and the network over them.
+"""The features of a step, and the head property predictor: both in one launch for a decode step.
 
 A small feed-forward network has two hidden layers with rectifiers and three outputs: bgt0, k, and the logit of
 streaming. Between two layers of a model the caches are swept, so reading the weights is what a prediction costs; they
@@ -9,6 +9,7 @@ Source: Fluxion, section 5.2 and appendix A; `policies.fluxion.features` describ
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,15 +249,49 @@ def count_tokens(valid: Array, ragged: bool, begin: int, first: int, end: int, l
     return host, total - host
 
 
+@jit_for_python
+def write_features(
+    prompt: Any, query: Array, sinks: Any, local: Any, lengths: tuple[int, int], b: int, first: int, features: Array
+) -> None:
+    """Write the features of some heads of a row, as `features.FEATURES` names them.
+
+    Args:
+        prompt, query, sinks, local: as in `predict_properties`.
+        lengths: valid tokens of row b, on the host and on the device.
+        first: the first of the heads.
+        features: float32 [heads, F], written.
+    """
+    (sink_out, sink_lse), (local_out, local_lse), (host, others) = sinks, local, lengths
+    dim, fixed, largest = query.shape[2], prompt.fixed.shape[2], np.float32(0.0)
+    for h in range(query.shape[1]):
+        share = 1.0 / (1.0 + math.exp(float(sink_lse[b, h]) - float(local_lse[b, h])))
+        norm = _mixed_norm(address_of(sink_out[b, h]), address_of(local_out[b, h]), share, dim)
+        largest = np.float32(norm) if norm > largest or norm != norm else largest
+    for i in range(len(features)):
+        h, row = first + i, features[i]
+        head_query = address_of(query[b, h])
+        norm = np.sqrt(_dot(head_query, head_query, dim))
+        mean_key, anchor = address_of(prompt.directions[b, h, 0]), address_of(prompt.directions[b, h, 1])
+        along, turned = _dot(head_query, mean_key, dim), _dot(head_query, anchor, dim)
+        row[:fixed] = prompt.fixed[b, h]
+        row[fixed], row[fixed + 1] = host, others
+        row[fixed + 2] = norm
+        row[fixed + 3] = np.sqrt(_dot(address_of(sink_out[b, h]), address_of(sink_out[b, h]), dim))
+        row[fixed + 4] = np.sqrt(_dot(address_of(local_out[b, h]), address_of(local_out[b, h]), dim))
+        row[fixed + 5] = largest
+        row[fixed + 6], row[fixed + 7] = sink_lse[b, h], local_lse[b, h]
+        row[fixed + 8] = along + prompt.half_variance[b, h] * norm * norm + np.float32(math.log(max(host, 1)))
+        safe = max(norm, np.float32(1e-12))
+        row[fixed + 9], row[fixed + 10] = along / safe, turned / safe
+
+
 @kernel
 def predict_kernel(
     ticket: Array, tasks: int, heads: Any, network: Any, prompt: Any, query: Array, sinks: Any, local: Any, rows: Any,
     length: int, properties: Any,
 ) -> None:  # fmt: skip
     """One task = up to 12 query heads of one row."""
-    (sink_out, sink_lse), (local_out, local_lse), (budget0, slope, streaming) = sinks, local, properties
-    query_heads, dim, size, end = query.shape[1], query.shape[2], rows.block_size, rows.end
-    fixed = prompt.fixed.shape[2]
+    (budget0, slope, streaming), query_heads, size, end = properties, query.shape[1], rows.block_size, rows.end
     chunks, wide = (query_heads + _CHUNK - 1) // _CHUNK, len(network.offset)
     scratch = np.empty(scratch_floats(network, _CHUNK), np.float32)
     features = scratch[: _CHUNK * wide].reshape(_CHUNK, wide)
@@ -268,34 +303,49 @@ def predict_kernel(
         tiled = (count + len(heads) - 1) // len(heads) * len(heads)
         first = min(max(rows.first[b], 0), end) * size
         host, others = count_tokens(rows.valid[b], rows.ragged, rows.begins[b], first, end * size, length)
-        largest = np.float32(0.0)
-        for h in range(query_heads):
-            share = 1.0 / (1.0 + math.exp(float(sink_lse[b, h]) - float(local_lse[b, h])))
-            norm = _mixed_norm(address_of(sink_out[b, h]), address_of(local_out[b, h]), share, dim)
-            largest = np.float32(norm) if norm > largest or norm != norm else largest
         features[:tiled] = 0.0
-        for i in range(count):
-            h, row = low + i, features[i]
-            head_query = address_of(query[b, h])
-            norm = np.sqrt(_dot(head_query, head_query, dim))
-            mean_key, anchor = address_of(prompt.directions[b, h, 0]), address_of(prompt.directions[b, h, 1])
-            along, turned = _dot(head_query, mean_key, dim), _dot(head_query, anchor, dim)
-            row[:fixed] = prompt.fixed[b, h]
-            row[fixed], row[fixed + 1] = host, others
-            row[fixed + 2] = norm
-            row[fixed + 3] = np.sqrt(_dot(address_of(sink_out[b, h]), address_of(sink_out[b, h]), dim))
-            row[fixed + 4] = np.sqrt(_dot(address_of(local_out[b, h]), address_of(local_out[b, h]), dim))
-            row[fixed + 5] = largest
-            row[fixed + 6], row[fixed + 7] = sink_lse[b, h], local_lse[b, h]
-            row[fixed + 8] = along + prompt.half_variance[b, h] * norm * norm + np.float32(math.log(max(host, 1)))
-            safe = max(norm, np.float32(1e-12))
-            row[fixed + 9], row[fixed + 10] = along / safe, turned / safe
-        run_network(network, heads, tiled, fixed + STEP_FEATURES, address_of(scratch), out)
+        write_features(prompt, query, sinks, local, (host, others), b, low, features[:count])
+        run_network(network, heads, tiled, prompt.fixed.shape[2] + STEP_FEATURES, address_of(scratch), out)
         for i in range(count):
             budget0[b, low + i], slope[b, low + i] = out[i, 0], out[i, 1]
             streaming[b, low + i] = out[i, 2] > network.threshold[0]
         task = next_task(ticket)
     hold(scratch)
+
+
+def step_features(
+    prompt: PromptArrays, query: Array, sinks: tuple[Array, Array], local: tuple[Array, Array],
+    lengths: Sequence[tuple[int, int]],
+) -> Array:  # fmt: skip
+    """The features of every head at a decode step, float32 [B, Hq, F]; columns as in `features.FEATURES`.
+
+    Args:
+        prompt, query, sinks, local: as in `predict_properties`.
+        lengths: valid tokens of each row, on the host and on the device.
+
+    Raises:
+        ValueError, TypeError: as in `predict_properties`.
+    """
+    found = np.empty((*query.shape[:2], _check_step(prompt, query, sinks, local)), np.float32)
+    for b, row in enumerate(lengths):
+        write_features(prompt, query, sinks, local, row, b, 0, found[b])
+    return found
+
+
+def _check_step(prompt: PromptArrays, query: Array, sinks: tuple[Array, Array], local: tuple[Array, Array]) -> int:
+    """Check arguments of `predict_properties`; the number of features."""
+    batch, heads, dim = query.shape
+    if dim % 16:
+        raise ValueError(f"head dimension {dim} is not a multiple of 16; pad the heads")
+    require("query", query, F32, (batch, heads, dim))
+    for name, (out, lse) in (("sinks", sinks), ("local", local)):
+        require(f"{name} out", out, F32, (batch, heads, dim))
+        require(f"{name} lse", lse, F32, (batch, heads))
+    fixed = int(prompt.fixed.shape[-1])
+    require("fixed", prompt.fixed, F32, (batch, heads, fixed))
+    require("directions", prompt.directions, F32, (batch, heads, 2, dim))
+    require("half_variance", prompt.half_variance, F32, (batch, heads))
+    return fixed + STEP_FEATURES
 
 
 def predict_properties(
@@ -318,17 +368,7 @@ def predict_properties(
         ValueError: shapes that contradict each other or a size that the kernel does not cover.
         TypeError: an array of another dtype.
     """
-    batch, heads, dim = query.shape
-    if dim % 16:
-        raise ValueError(f"head dimension {dim} is not a multiple of 16; pad the heads")
-    require("query", query, F32, (batch, heads, dim))
-    for name, (out, lse) in (("sinks", sinks), ("local", local)):
-        require(f"{name} out", out, F32, (batch, heads, dim))
-        require(f"{name} lse", lse, F32, (batch, heads))
-    features = prompt.fixed.shape[-1] + STEP_FEATURES
-    require("fixed", prompt.fixed, F32, (batch, heads, features - STEP_FEATURES))
-    require("directions", prompt.directions, F32, (batch, heads, 2, dim))
-    require("half_variance", prompt.half_variance, F32, (batch, heads))
+    features, (batch, heads, _) = _check_step(prompt, query, sinks, local), query.shape
     if network.first.shape[1] != features + 1:
         raise ValueError(f"a network of {network.first.shape[1] - 1} features does not serve {features}")
     for name, array in zip(("budget0", "slope"), properties, strict=False):
