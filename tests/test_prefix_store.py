@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +25,7 @@ from tiny import DEVICE, SIZES, tiny_model
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache, PrefixStore, prefix_store
-from hf_offload.files import entries, segments
+from hf_offload.files import entries, saving, segments
 from hf_offload.model.hooks import cache_argument
 
 Models = dict[str, PreTrainedModel]
@@ -638,6 +640,62 @@ def test_a_process_that_is_killed_leaves_nothing_wrong_and_loses_one_segment(
         store._held.clear()  # what was computed here stays unsaved
         n += 3
     os.close(progress)
+
+
+def test_the_tokens_of_one_entry_under_the_name_of_another_are_missed(make: Make, tmp_path: Path) -> None:
+    store = make()
+    ask(store, ids(100))
+    ask(store, ids(100, 1))
+    store.close()
+    one, other = (path for path in tmp_path.glob("*/*") if path.is_dir())
+    shutil.copy(one / "tokens", other / "tokens")
+    store = make()
+    assert sorted((ask(store, ids(100))[0], ask(store, ids(100, 1))[0])) == [0, 98]
+
+
+def test_a_folder_that_cannot_be_written_is_read(make: Make, tmp_path: Path) -> None:
+    store = make()
+    ask(store, ids(200))
+    store.close()
+    if subprocess.run(["mount", "--bind", "-o", "ro", str(tmp_path), str(tmp_path)], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    try:
+        store = make()
+        assert ask(store, ids(200))[:2] == (198, "disk")
+        ask(store, ids(150, 1))
+        with pytest.raises(OSError, match="Read-only"):
+            store.flush()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_an_entry_that_is_being_saved_is_found_when_it_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, prompt = make(min_seconds=99), make(min_seconds=99), ids(200)
+    real, looked = saving._write_file, []
+
+    def slow(*given: Any) -> None:
+        if not looked:
+            looked.append(ask(other, ids(50, 77), keep=False)[0])
+        real(*given)
+
+    ask(one, prompt)
+    one._min_seconds = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_write_file", slow)
+        one.flush()
+    assert looked == [0]
+    assert ask(other, prompt, keep=False)[:2] == (198, "disk")
+
+
+@pytest.mark.slow
+def test_two_hundred_killed_processes_leave_nothing_wrong(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("store_kills.py")
+    paths = os.pathsep.join((str(script.parent.parent), str(script.parent)))
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, "200", "0"], env={**os.environ, "PYTHONPATH": paths}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_only_the_owner_may_read(make: Make, tmp_path: Path) -> None:
