@@ -79,20 +79,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     one_memory = pytest.mark.skip(reason="one memory is for models on the CPU")
     on_cpu = os.environ.get("HF_OFFLOAD_TEST_DEVICE", "cpu") == "cpu"
     cases: Counter[str] = Counter()
+    quick = 0
     for item in items:
         thinned = item.get_closest_marker("one_in")
         if thinned and on_cpu and not item.get_closest_marker("slow"):
             name = item.nodeid.partition("[")[0]
             if cases[name] % thinned.args[0]:
                 item.add_marker(pytest.mark.slow)
+            else:
+                quick += 1
             cases[name] += 1
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if parameters.get("tier") == "one" and not on_cpu:
             item.add_marker(one_memory)
+    if cases:
+        items[0].config.stash[SAMPLED] = f"{quick} of {cases.total()} cases that are much alike are quick: `one_in`"
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -tests[item.path]))  # workers take files in this order
+
+
+SAMPLED = pytest.StashKey[str]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells what it has sampled."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["sampled"] = session.config.stash.get(SAMPLED, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[SAMPLED] = getattr(node, "workeroutput", {}).get("sampled", "")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if told := config.stash.get(SAMPLED, ""):
+        terminalreporter.write_line(told)
 
 
 @pytest.fixture(scope="session")
