@@ -194,11 +194,11 @@ def test_what_is_kept_is_what_the_algorithm_keeps(
     keys = cache.to_dynamic().layers[2].keys.double()
     valid = torch.from_numpy(layer.settings.padding.valid[:, : layer.past] != 0)
     margin, kept, outside = direct(record.turns, keys, valid, policy, mass.stagger)
-    assert outside == mass.evicted * BLOCK >= 5 * BLOCK
+    assert outside == mass.now.evicted * BLOCK >= 5 * BLOCK
     assert margin > 1e-7, "an average is too near to its threshold for a comparison"
-    assert torch.equal(torch.from_numpy(mass.kept[:, :, :outside] != 0), kept[:, :, :outside])
+    assert torch.equal(torch.from_numpy(mass.now.kept[:, :, :outside] != 0), kept[:, :, :outside])
     assert 0.02 < kept[:, :, :outside].float().mean() < 0.9
-    context = mass.retained
+    context = mass.now.retained
     for i in range(context.lists):
         found = context.positions[i, : context.counts[i]]
         assert np.array_equal(found, kept.flatten(0, 1)[i].nonzero()[:, 0].numpy())

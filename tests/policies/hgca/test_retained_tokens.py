@@ -10,7 +10,6 @@ import pytest
 import torch
 from pools import used_blocks, used_bytes
 
-from hf_offload.cpu.kernels.decode_attention import decode_attention
 from hf_offload.policies.hgca.retained_tokens import RetainedTokens
 
 BLOCK, HEADS, DIM = 8, 2, 16
@@ -97,7 +96,7 @@ def test_any_history_is_that_of_plain_lists(seed: int) -> None:
     for act in range(40):
         at = int(drawn.integers(len(pairs)))
         retained, plain = pairs[at]
-        choice = drawn.choice(["append", "append", "truncate", "cut", "select", "fork", "drop", "clear"])
+        choice = drawn.choice(["append", "append", "truncate", "select", "fork", "drop", "clear"])
         if choice == "append":
             append(retained, plain, int(drawn.integers(1, 60)), float(drawn.choice([0.0, 0.1, 0.5, 1.0])), 100 * act)
         elif choice == "truncate":
@@ -105,10 +104,6 @@ def test_any_history_is_that_of_plain_lists(seed: int) -> None:
             retained.truncate(border)
             plain.lists = [[token for token in each if token[0] < border] for each in plain.lists]
             plain.stop = border
-        elif choice == "cut":
-            counts = np.array([drawn.integers(len(each) // 2, len(each) + 1) for each in plain.lists], np.int64)
-            retained.cut(counts)
-            plain.lists = [each[:count] for each, count in zip(plain.lists, counts, strict=True)]
         elif choice == "select":
             rows = drawn.integers(0, len(plain.lists) // HEADS, int(drawn.integers(1, 5)))
             index = (rows[:, None] * HEADS + np.arange(HEADS)).ravel()
@@ -119,7 +114,7 @@ def test_any_history_is_that_of_plain_lists(seed: int) -> None:
         elif choice == "drop" and len(pairs) > 1:
             del pairs[at]
         elif choice == "clear" and drawn.random() < 0.2:
-            retained.cut(np.zeros_like(retained.counts))
+            retained.truncate(0)
             plain.lists = [[] for _ in plain.lists]
         del retained
         for pair in pairs:
@@ -169,30 +164,3 @@ def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pyt
     check(retained, plain)
     held = np.concatenate([retained.table[i, :n] for i, n in enumerate(retained.block_counts[:, 0])])
     assert (retained.pool.refcount[held] >= 1).all()
-
-
-def test_the_kernel_attends_what_the_lists_hold() -> None:
-    """Lists of different lengths, one of them empty, in memory that was never written behind the tokens."""
-    retained, plain = empty(2)
-    append(retained, plain, 45, 0.4, 3)
-    for slab in retained.pool.slabs:
-        written = {int(block) for i in range(4) for block in retained.table[i, : retained.block_counts[i, 0]]}
-        for block in set(range(len(slab))) - written:
-            slab[block] = float("nan")
-    retained.cut(np.array([*retained.counts[:3], 0], np.int64))
-    plain.lists[3] = []
-    query = np.random.default_rng(0).standard_normal((4, 2, DIM), np.float32)
-    out, lse = np.empty_like(query), np.empty((4, 2), np.float32)
-    decode_attention(
-        query, retained.host_blocks, retained.blocks, retained.block_counts, retained.capacity, out, lse, scale=0.25,
-        softcap=None,
-    )()  # fmt: skip
-    for i, mine in enumerate(plain.lists):
-        if not mine:
-            assert (lse[i] == -np.inf).all()
-            continue
-        k, v = (np.array([np.frombuffer(token[part], np.float32) for token in mine], np.float64) for part in (1, 2))
-        scores = 0.25 * query[i].astype(np.float64) @ k.T
-        total = np.logaddexp.reduce(scores, 1)
-        assert np.allclose(lse[i], total, atol=1e-5)
-        assert np.allclose(out[i], np.exp(scores - total[:, None]) @ v, atol=1e-5)

@@ -69,12 +69,12 @@ class Talk:
         for layer in hybrid_layers(self.cache):
             layer.unplace()
             mass = layer.state
-            border, lists = mass.evicted * BLOCK, mass.retained
+            border, lists = mass.now.evicted * BLOCK, mass.now.retained
             held = [lists.positions[i, :n] for i, n in enumerate(lists.counts)]
-            average, kept = mass.average[:, :, border : layer.past], mass.kept[:, :, : layer.past]
-            weighing = mass.progress
+            average, kept = mass.now.average[:, :, border : layer.past], mass.now.kept[:, :, : layer.past]
+            weighing = mass.now.progress
             how_far = (weighing.border, weighing.prompt, weighing.end, weighing.queries.tolist())
-            numbers = (mass.window_blocks, mass.evicted, mass.weighed.tolist(), how_far)
+            numbers = (mass.now.window_blocks, mass.now.evicted, mass.now.weighed.tolist(), how_far)
             found.append((numbers, average.copy(), kept.copy(), *held))
         return found
 
@@ -114,12 +114,12 @@ def every_token(talk: Talk) -> bool:
     talk.cache.drain()
     return all(
         np.array_equal(
-            layer.state.retained.positions[index, : layer.state.retained.counts[index]],
-            np.flatnonzero(talk.mask[index // 2, : layer.state.evicted * BLOCK]),
+            layer.state.now.retained.positions[index, : layer.state.now.retained.counts[index]],
+            np.flatnonzero(talk.mask[index // 2, : layer.state.now.evicted * BLOCK]),
         )
-        and not layer.state.weighed.any()
+        and not layer.state.now.weighed.any()
         for layer in hybrid_layers(talk.cache)
-        for index in range(layer.state.retained.lists)
+        for index in range(layer.state.now.retained.lists)
     )
 
 
@@ -230,8 +230,8 @@ def test_an_interruption_does_not_size_the_window_anew(model: PreTrainedModel) -
     """A share of the tokens is taken at an append, and is constant until the next one."""
     talk = Talk(model, "one", **SHARE).begin()
     talk.steps(5, 80)
-    window = [layer.state.window_blocks for layer in hybrid_layers(talk.cache)]
+    window = [layer.state.now.window_blocks for layer in hybrid_layers(talk.cache)]
     fails(talk, 2, KeyboardInterrupt, prompt(2, 1)[0])
     talk.cache.crop(0)
     talk.steps(6, 1)
-    assert [layer.state.window_blocks for layer in hybrid_layers(talk.cache)] == window
+    assert [layer.state.now.window_blocks for layer in hybrid_layers(talk.cache)] == window

@@ -192,7 +192,7 @@ def test_sinks_that_are_padding_are_not_kept(model: PreTrainedModel, stock: PreT
     strict = make(model, tier, beta=1e9, sinks=20)
     feed(model, strict, ids, mask, (0, 110))
     strict.drain()
-    lists = hybrid_layers(strict)[0].state.retained
+    lists = hybrid_layers(strict)[0].state.now.retained
     for row, first in enumerate((0, int(mask[1].argmax()))):
         kept = [t for t in range(first, first + 20) if mask[row, t] and t < 64]
         assert lists.positions[2 * row, : lists.counts[2 * row]].tolist() == kept
@@ -208,7 +208,7 @@ def test_an_answer_may_outgrow_what_there_was_room_for(
     got = torch.cat(feed(model, cache, *given, cuts)[1:], 1)
     want = torch.cat(feed(stock, DynamicCache(config=stock.config), *given, cuts)[1:], 1)
     assert torch.equal(got.argmax(-1), want.argmax(-1))
-    assert all(layer.state.evicted * BLOCK > 1024 for layer in hybrid_layers(cache))
+    assert all(layer.state.now.evicted * BLOCK > 1024 for layer in hybrid_layers(cache))
 
 
 # --- what it reports --------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
     cache.drain()
     stats, valid = cache.stats(), cache.settings.padding.valid
     for layer, row in zip(hybrid_layers(cache), stats.layers, strict=True):
-        lists, stop = layer.state.retained, layer.state.evicted * BLOCK
+        lists, stop = layer.state.now.retained, layer.state.now.evicted * BLOCK
         counts = lists.counts.reshape(2, 2).sum(0)
         assert row.kept_share_by_head == pytest.approx((counts / (valid[:, :stop] != 0).sum()).tolist())
         assert 0 < min(row.kept_share_by_head) <= max(row.kept_share_by_head) < 1
