@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HGCA, HybridCache
 from hf_offload.model.hooks import hybrid_layers
-from hf_offload.policies.hgca.append import AppendProgress, newest_queries
+from hf_offload.policies.hgca.append import AppendProgress
 
 BLOCK = 16
 TIERS = pytest.mark.parametrize("tier", ["one", "split"])
@@ -50,14 +50,6 @@ def outside(cache: HybridCache, line: int) -> list[np.ndarray]:
     return found
 
 
-def test_queries_are_the_last_of_each_row_that_are_no_padding() -> None:
-    marks = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1], [0] * 6], np.uint8)
-    want = [[0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1], [0] * 5]
-    assert newest_queries(marks, 2).tolist() == [[bool(mark) for mark in line] for line in want]
-    assert newest_queries(marks[:1], 2).tolist() == [[True, True]]
-    assert newest_queries(marks[3:], 2).tolist() == [[False]]
-
-
 @TIERS
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_padding_behind_a_prompt_says_nothing(model: PreTrainedModel, tier: str, chunks: int) -> None:
@@ -88,16 +80,6 @@ def test_padding_in_a_turn_says_nothing(model: PreTrainedModel, append: str, sai
         if said:
             assert np.array_equal(found[:, :shared], marks[:, :shared])
         assert 0.02 < found[:, :shared].mean() < 1.0
-
-
-@TIERS
-def test_a_crop_below_a_turn_forgets_what_was_before_it(model: PreTrainedModel, tier: str) -> None:
-    ids, mask = prompt(1, 300)
-    cache = converse(model, ids, mask, (0, 150, 200), tier)
-    cache.crop(-60)
-    feed(model, cache, ids, mask, range(140, 161))
-    cache.crop(-10)
-    assert all(layer.state.now.progress.end == -1 for layer in hybrid_layers(cache))
 
 
 @TIERS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -135,32 +134,3 @@ def test_keys_and_values_of_every_dtype_are_appended(dim: int, block_size: int, 
     for part in range(2):  # the second one begins in a block of the first
         append(retained, plain, 150, 0.4, part)
     check(retained, plain)
-
-
-def test_a_pool_that_was_shared_while_empty_gets_its_blocks_back() -> None:
-    retained, plain = empty(1)
-    fork = retained.fork()
-    append(fork, plain, 20, 1.0, 0)
-    assert used_blocks(retained.pool) == 2 * 3
-    del fork
-    gc.collect()
-    assert used_blocks(retained.pool) == 0
-
-
-def test_an_interrupted_reordering_gives_no_block_to_two_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    retained, plain = empty(2)
-    append(retained, plain, 50, 0.5, 0)
-    fork = retained.fork()
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "ascontiguousarray", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            fork.select_lists(np.arange(2))
-    del fork
-    gc.collect()
-    check(retained, plain)
-    held = np.concatenate([retained.table[i, :n] for i, n in enumerate(retained.block_counts[:, 0])])
-    assert (retained.pool.refcount[held] >= 1).all()
