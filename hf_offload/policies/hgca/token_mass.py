@@ -210,7 +210,7 @@ class TokenMass(LayerState):
         asked = Queries(span_queries, store.num_kv_heads, length - span.queries, span.first, span.stop, *scores)
         yield query_lse(pool, asked, lse)
         span.leave_out(lse)
-        weights = np.empty_like(average)
+        weights = np.empty((*average.shape[:2], span.stop + 31 & ~15), np.float32)
         yield weigh_tokens(pool, asked, lse, span.coefficient, weights, skipped=span.skipped)
         span.update(average, weights)
 

@@ -20,7 +20,7 @@ from hf_offload.cpu.kernels.parts import PART_TOKENS, PARTS, merge_masses
 from hf_offload.cpu.kernels.record import HostBlocks, record_of, score_keys
 from hf_offload.cpu.launch import F32, Array, Launch, borrowing, cap_of, group_size, jit, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, get, get_word, hold, next_task, put, put_word
-from hf_offload.cpu.simd.convert import load_marks, store_first
+from hf_offload.cpu.simd.convert import load_marks
 from hf_offload.cpu.simd.vectors import MASKED, NOTHING, choose_less, exp, fma, load_f32, splat, store, vmax
 
 _ROWS = 128  # rows of a task of `query_lse`
@@ -244,24 +244,24 @@ def lse_kernel(
 
 @jit
 def _add_weights(
-    tile: Any, begin: int, filled: int, padded: int, high: int, count: int, lse: Array, coefficient: Array, joined: int,
+    tile: Any, begin: int, filled: int, padded: int, count: int, lse: Array, coefficient: Array, joined: int,
     stride: int,
 ) -> None:  # fmt: skip
-    """joined += coefficient * exp(scores - lse), or the larger of both, for tokens before `high`.
+    """joined += coefficient * exp(scores - lse), or the larger of both.
 
     Args:
         count: queries of a head.
         lse: of the rows.
         joined: address of token 0 of the first query head; those of the next ones are `stride` bytes apart each.
     """
-    largest, tokens = coefficient.shape[0] == 0, min(padded, high - begin)
+    largest = coefficient.shape[0] == 0
     for i in range(filled):
         row, scores = _picked(tile, i), tile.scores + i * tile.stride
         shift, factor = splat(lse[row]), splat(np.float32(1.0) if largest else coefficient[row % count])
         target = joined + row // count * stride + 4 * begin
-        for token in range(0, tokens, 16):
+        for token in range(0, padded, 16):
             weight, old = exp(load_f32(scores + 4 * token) - shift), load_f32(target + 4 * token)
-            store_first(target + 4 * token, tokens - token, vmax(weight, old) if largest else fma(weight, factor, old))
+            store(target + 4 * token, vmax(weight, old) if largest else fma(weight, factor, old))
 
 
 _join_weights = _by_score_tiles(_add_weights)
@@ -287,11 +287,9 @@ def weigh_kernel(
                 ends[row] = 0
         low = queries.first + part * share
         high = min(low + share, queries.stop)
-        sums[head, :, low:high] = 0.0
+        sums[head, :, low : low + (high - low + 15 & ~15)] = 0.0
         target, stride = address_of(joined) + 4 * head * group * tokens, 4 * tokens
-        _join_weights(
-            tile, pool, queries, head, 0, ends, low, high, high, count, totals[head], coefficient, target, stride
-        )
+        _join_weights(tile, pool, queries, head, 0, ends, low, high, count, totals[head], coefficient, target, stride)
         task = next_task(ticket)
     hold(memory)
 
@@ -368,7 +366,8 @@ def weigh_tokens(
         lse: float32 [B, Hq, Q], natural log of each query's sum of exp(score), no smaller than any score of its; a
             query with -inf is left out.
         coefficient: float32 [Q] or None.
-        joined: float32 [B, Hq, T'], T' at least `stop`, written: 0 where a token is not valid.
+        joined: float32 [B, Hq, T'], T' at least `stop` + 15, written: 0 where a token is not valid. Up to 15 tokens
+            from `stop` on are overwritten.
         skipped: how many of the newest tokens that a query sees, itself among them, get no weight from it.
 
     Raises:
@@ -382,8 +381,8 @@ def weigh_tokens(
         coefficient = _NO_COEFFICIENT
     else:
         require("coefficient", coefficient, F32, (count,))
-    if joined.shape[2] < queries.stop:
-        raise ValueError(f"joined holds {joined.shape[2]} tokens, fewer than stop {queries.stop}")
+    if joined.shape[2] < queries.stop + 15:
+        raise ValueError(f"joined holds {joined.shape[2]} tokens, fewer than 15 behind stop {queries.stop}")
     if skipped < 0:
         raise ValueError(f"skipped must not be negative, got {skipped}")
     heads = batch * queries.kv_heads
