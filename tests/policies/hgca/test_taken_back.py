@@ -148,6 +148,17 @@ def test_a_crop_across_an_append_keeps_every_token(
     assert talk.keeps_all()
 
 
+def test_a_turn_that_begins_where_a_cropped_one_ended_is_another_one(model: PreTrainedModel) -> None:
+    talk = Talk(model, "one").begin()
+    talk.append(5)
+    talk.cache.crop(-5)
+    talk.steps(6, 5)
+    talk.append(7)
+    talk.steps(8, 1)
+    talk.cache.crop(-43)
+    assert talk.keeps_all()
+
+
 def test_a_crop_within_the_steps_behind_an_append_keeps_what_was_kept(model: PreTrainedModel) -> None:
     talk = Talk(model, "one").begin()
     talk.append(5)
