@@ -170,16 +170,16 @@ def check_books(histories: list[History], *, leaks: bool = False) -> None:
 
 def _check_lists(mass: TokenMass, held: dict[int, tuple[Any, list[np.ndarray]]], deciding: set[int]) -> None:
     """The lists hold what is marked as kept and nothing else, unless that is being decided; note their blocks."""
-    context, stop = mass.retained, mass.evicted * mass.store.block_size
+    context, stop = mass.now.retained, mass.now.outside
     assert stop <= mass.store.length
     if mass._job is not None:
         deciding.add(id(context.pool))
         return
-    marks = mass.kept[:, :, :stop].reshape(context.lists, stop)
+    marks = mass.now.kept[:, :, :stop].reshape(context.lists, stop)
     for marked, positions, count in zip(marks, context.positions, context.counts, strict=True):
         assert np.array_equal(np.flatnonzero(marked), positions[:count]), "lists are not what is marked"
     before = mass._before  # what a crop that takes the last append back returns to
-    for lists in {id(each): each for each in (context, *(() if before is None else (before[1]["retained"],)))}.values():
+    for lists in {id(each): each for each in (context, *(() if before is None else (before[1].retained,)))}.values():
         held.setdefault(id(lists.pool), (lists.pool, []))[1].extend(
             lists.table[i, :n] for i, n in enumerate(lists.block_counts[:, 0])
         )

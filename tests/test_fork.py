@@ -61,7 +61,7 @@ def pool_bytes(*caches: HybridCache) -> int:
     for cache in caches:
         cache.drain()
     layers = [layer for cache in caches for layer in cache.layers if isinstance(layer, HybridLayer)]
-    contexts = {layer.state.retained.pool for layer in layers if isinstance(layer.state, TokenMass)}
+    contexts = {layer.state.now.retained.pool for layer in layers if isinstance(layer.state, TokenMass)}
     return sum(used_bytes(pool) for pool in {layer.store.pool for layer in layers if layer.store} | contexts)
 
 

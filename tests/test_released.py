@@ -108,7 +108,7 @@ def live(model: PreTrainedModel, setting: Setting, act: Act) -> tuple[list[weakr
         own = layer.resident, layer.host_partial, layer.store.digests, layer.state
         parts += [part for part in own if part is not None]
         if isinstance(layer.state, TokenMass):
-            parts += [layer.state.retained, layer.state.retained.pool]
+            parts += [layer.state.now.retained, layer.state.now.retained.pool]
     return [weakref.ref(part) for part in parts], list(cache.settings.worker._pool)
 
 

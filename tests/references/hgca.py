@@ -80,27 +80,3 @@ def weigh_tokens(
     new = average.double().clone()
     new[..., first:stop] = torch.where(valid[:, None, first:stop] == 0, 0.0, joined)
     return new
-
-
-def mark_retained(
-    average: Tensor,
-    valid: Tensor,
-    threshold_old: Tensor,
-    threshold_new: Tensor,
-    border: int,
-    first: int,
-    stop: int,
-    *,
-    kv_heads: int,
-    rule: str,
-) -> Tensor:
-    """Return which tokens first..stop-1 are kept, bool [B, Hkv, stop - first].
-
-    Tokens before `border` have the threshold `threshold_old`, the others `threshold_new`, [B] each.
-    """
-    batch, query_heads, _ = average.shape
-    grouped = average[..., first:stop].double().reshape(batch, kv_heads, query_heads // kv_heads, stop - first)
-    joined = grouped.amax(2) if rule == "any" else grouped.mean(2)
-    old = torch.arange(first, stop, device="cpu") < border
-    bar = torch.where(old, threshold_old[:, None], threshold_new[:, None]).double()
-    return (joined > bar[:, None]) & valid[:, None, first:stop].bool()

@@ -6,7 +6,7 @@ append, tokens on the host get a new average, A_cpu, of the append's own queries
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -155,15 +155,16 @@ class Span:
         np.copyto(old, moved, where=any_counted[:, :, None])
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AppendProgress:
     """How far a layer is in a prompt or append, which may come in chunks.
 
     Args:
         rule: of the policy.
-        queries: int64 `[B]`, how many are in A_cpu so far; replaced, never changed in place.
+        queries: int64 `[B]`, how many are in A_cpu so far.
         border: tokens before this one were on the host when the append began; 0 in a prompt, all of which is weighed.
         prompt: whether it is a prompt: nothing has been decoded yet.
+        begin: tokens before its first chunk: their earlier averages are gone.
         end: tokens after its last chunk; a further chunk starts there. −1: none can follow.
     """
 
@@ -171,42 +172,45 @@ class AppendProgress:
     queries: np.ndarray
     border: int = 0
     prompt: bool = True
+    begin: int = 0
     end: int = 0
 
-    def begin(self, past: int, length: int, outside: int) -> bool:
-        """Note that a chunk brings the rows from `past` to `length` tokens, the first `outside` of them on the host.
+    def chunk(self, past: int, length: int, outside: int) -> AppendProgress:
+        """With a chunk that brings the rows from `past` to `length` tokens, the first `outside` of them on the host."""
+        if past and past == self.end:
+            return replace(self, end=length)
+        return AppendProgress(self.rule, np.zeros_like(self.queries), outside if past else 0, not past, past, length)
 
-        Returns:
-            Whether it begins a prompt or append, instead of continuing one.
-        """
-        anew = past != self.end or not past
-        if anew:
-            self.border, self.prompt = outside if past else 0, not past
-            self.queries = np.zeros_like(self.queries)
-        self.end = length
-        return anew
+    def cut(self, length: int, outside: int) -> AppendProgress:
+        """Without the tokens from `length` on, and with `outside` tokens on the host; a later chunk begins anew."""
+        return replace(self, border=min(self.border, outside), end=self.end if length >= self.end else -1)
+
+    def alpha(self, window: int) -> float:
+        """Share of a step in the averages (algorithm 1, line 6), in a window of that many tokens."""
+        return self.rule.alpha or 1 / window
 
     def skipped_steps(self, window: int) -> int:
         """A token's first steps whose weights do not count, in a window of that size."""
         return 0 if self.rule.steps == "mean" else min(SKIPPED_STEPS, window // 4)
 
-    def step_update(self, alpha: float, window: int) -> dict[str, Any]:
+    def step_update(self, window: int) -> dict[str, Any]:
         """How a decode step updates averages: the last arguments of `move_averages` and `update_weights`."""
         if self.rule.steps == "mean":
-            return {"alpha": alpha}
-        return {"alpha": alpha, "share": PEAK_SHARE, "after": self.skipped_steps(window)}
+            return {"alpha": self.alpha(window)}
+        return {"alpha": self.alpha(window), "share": PEAK_SHARE, "after": self.skipped_steps(window)}
 
-    def spans(self, valid: np.ndarray, length: int, alpha: float, window: int, *, anew: bool) -> list[Span]:
-        """Which averages the newest queries change, and how.
+    def spans(
+        self, valid: np.ndarray, length: int, window: int, *, anew: bool
+    ) -> tuple[list[Span], AppendProgress]:  # fmt: skip
+        """Which averages the newest queries change, and how; and the progress with these queries.
 
         Args:
             valid: uint8 `[B, Q]`, which of the newest tokens are no padding.
             length: tokens, the newest among them.
-            alpha: share of a decode step in an average.
             window: tokens of the window.
             anew: whether it is decided anew which tokens on the host are kept.
         """
-        count, skipped = valid.shape[1], self.skipped_steps(window)
+        count, skipped, alpha = valid.shape[1], self.skipped_steps(window), self.alpha(window)
         # By token: its age in steps, and how many of the new queries it has met; both once more without skipped steps.
         age = length - np.arange(self.border, length)
         met, counted_age = np.minimum(count, age), np.maximum(age - skipped, 0)
@@ -225,21 +229,22 @@ class AppendProgress:
         behind = np.pad(counted[:, ::-1].cumsum(1), ((0, 0), (1, 0)))
         scale = (queries / np.maximum(behind[:, np.minimum(queries, counted_age)], 1)).astype(np.float32)
         spans = [Span(self.border, length, counted, False, scale, _by_token(rate), decay, skipped)]
-        if self.border and anew:
-            spans.append(self._host_span(valid))
-        return spans
+        if not (self.border and anew):
+            return spans, self
+        on_host, asked = self._host_span(valid)
+        return [*spans, on_host], replace(self, queries=asked)
 
-    def _host_span(self, valid: np.ndarray) -> Span:
-        """A_cpu: the weights that an append's queries give to the tokens on the host."""
+    def _host_span(self, valid: np.ndarray) -> tuple[Span, np.ndarray]:
+        """A_cpu: the weights that an append's queries give to the tokens on the host; how many are in it now, `[B]`."""
         most, run = self.rule.append_queries, self.rule.append_run
         counted = newest_queries(valid, most or valid.shape[1])
         before, new = self.queries, counted.sum(1)
-        self.queries = before + new
-        joined = np.minimum(self.queries, most or self.queries)
+        asked = before + new
+        joined = np.minimum(asked, most or asked)
         rate = _by_row(new / np.maximum(joined, 1))
         if self.rule.append == "mean":
             scale = _by_row(counted.shape[1] / np.maximum(new, 1))
-            return Span(0, self.border, counted, False, scale, rate, run=run)
+            return Span(0, self.border, counted, False, scale, rate, run=run), asked
         # Weights of earlier chunks' queries are indistinguishable: as some are too old to count, all fade.
         decay = _by_row((joined - new) / np.maximum(np.minimum(before, joined), 1))
-        return Span(0, self.border, counted, True, np.ones((1, 1), np.float32), rate, decay, run=run)
+        return Span(0, self.border, counted, True, np.ones((1, 1), np.float32), rate, decay, run=run), asked

@@ -60,6 +60,7 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
     mass: TokenMass = step.state
     query, scores = step.buffers.query, None
     if step.form.fresh:
+        mass.reserve(step.num_blocks * step.block_size, query.shape[1])
         shape = (*query.shape[:2], window.items.shape[2] * window.unit)
         key = "hgca", query.shape
         scores = step.layer.step_buffers.get(key)  # of the window's tokens
@@ -68,30 +69,26 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
     found = [step.attention(window, "CPU attention", scores)]
     if scores is not None:
         _queue_averages(step, mass, scores, found[0].lse)
-    retained = mass.retained
-    some = bool(retained.counts.any())
-    step.as_long_as(lambda: retained.counts.any() == some)
-    if some:
-        arrays, target = retained.arrays, step.output_buffers()
-        step.add(_attention(retained, query, *target, step.scores), "attention to retained tokens")
-        step.as_long_as(lambda: mass.retained is retained and all(map(operator.is_, retained.arrays, arrays)))
+    now, arrays = mass.now, mass.now.retained.arrays
+    step.as_long_as(lambda: mass.now is now and all(map(operator.is_, now.retained.arrays, arrays)))
+    if now.retained.counts.any():
+        target = step.output_buffers()
+        step.add(_attention(now.retained, query, *target, step.scores), "attention to retained tokens")
         found.append(target)
-    if samples and mass.evicted:
+    if samples and now.evicted:
         found.append(_queue_rescue(step, mass, window, samples))
     return tuple(found)
 
 
 def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: int) -> Partial:
     """Queue the draw of pairs among the tokens that are neither in the window nor retained, and their attention."""
-    kept, counts = mass.kept, mass.retained.counts
-    step.as_long_as(lambda: mass.kept is kept and mass.retained.counts is counts)
     launches, selection = _draw(
         mass, step.buffers.query, window, samples, step.scores, step.layer.settings.buffer,
         unsealed=step.view.blocks, length=step.length,
     )  # fmt: skip
     for launch in launches:
         step.add(launch, "the draw of pairs", length=True)
-    return step.attention(selection, "attention to drawn pairs", end=mass.evicted * step.block_size)
+    return step.attention(selection, "attention to drawn pairs", end=mass.now.outside)
 
 
 def _draw(
@@ -110,27 +107,24 @@ def _draw(
         buffer: gives scratch.
         given: tail, unsealed, length and limits, as for `Draw.launch`.
     """
-    store = mass.store
+    store, now = mass.store, mass.now
     rows, heads, width = (store.batch, store.num_kv_heads), query.shape[1], store.table.shape[1]
     if store.awaits_digests:
-        lists = PairLists.all_of(*rows, mass.evicted * store.block_size // 2)
-        weights = Pairs.of(lists.weights, heads, skipped=mass.kept, errors=np.zeros((rows[0], heads), np.float32))
+        lists = PairLists.all_of(*rows, now.outside // 2)
+        weights = Pairs.of(lists.weights, heads, skipped=now.kept, errors=np.zeros((rows[0], heads), np.float32))
         return (), Selection(lists.pairs, lists.counts, 2, weights)
     assert store.digests is not None
-    draw = Draw(store, mass.stats, heads, samples, "max", width, skipped=mass.kept, buffer=buffer)
+    draw = Draw(store, mass.stats, heads, samples, "max", width, skipped=now.kept, buffer=buffer)
     score = buffer("scores of blocks", (*rows, width), np.dtype(np.float32))
-    resident, kept = Resident(window.items, window.counts, score, draw.portion), Kept(mass.kept, mass.retained.counts)
+    resident, kept = Resident(window.items, window.counts, score, draw.portion), Kept(now.kept, now.retained.counts)
     launch = draw.launch(query, store.digests.arrays(query, scores.scale), resident, scores, kept=kept, **given)
     return (launch,), draw.selection
 
 
 def _queue_averages(step: CpuStep, mass: TokenMass, scores: np.ndarray, lse: np.ndarray) -> None:
     """Queue the update of the window's averages, behind the launch that writes the scores and their log-sum-exp."""
-    mass.reserve(step.num_blocks * step.block_size, scores.shape[1])
-    average, blocks = mass.average, mass.window_blocks
-    first = mass.evicted * step.block_size
-    launch = move_averages(average, scores, lse, first, step.length, **mass.step_update)
-    step.as_long_as(lambda: mass.average is average and mass.window_blocks == blocks)
+    average = mass.now.average
+    launch = move_averages(average, scores, lse, mass.now.outside, step.length, **mass.step_update)
     if not step.store.padding.ragged:
         step.add(launch, "averages", length=True)
         return
@@ -185,7 +179,7 @@ class RetainedHostPartial(BlockHostPartial):
         """
         self.cancel()
         self._mass, self._samples = mass, samples
-        self._window = range(mass.evicted, step.num_blocks) if samples else range(0)
+        self._window = range(mass.now.evicted, step.num_blocks) if samples else range(0)
         self._limits[0] = step.length
         if samples:
             self.tail.copy_(step.tail(), non_blocking=True)
@@ -194,7 +188,7 @@ class RetainedHostPartial(BlockHostPartial):
 
     def share(self, step: Step) -> float:
         assert self._mass is not None
-        retained = self._mass.retained
+        retained = self._mass.now.retained
         return float(retained.counts.sum() / (retained.lists * step.length))
 
     def cancel(self) -> None:
@@ -215,20 +209,18 @@ class RetainedHostPartial(BlockHostPartial):
     def _launches(self, scores: Scores, make: Callable[[Scores], tuple[Launch, ...]]) -> tuple[Launch, ...]:
         """Return the launches of the last step, unless a block came or left, or arrays were replaced since then."""
         assert self._mass is not None
-        mass, retained = self._mass, self._mass.retained
-        key = scores, self._window, self._samples, bool(retained.counts.any())
-        arrays = self.store.view(self.store.length), mass.kept, retained.counts, *retained.arrays
-        made = self._made
-        if made is None or made[0] != key or not all(map(operator.is_, made[1], arrays)):
-            made = self._made = key, arrays, make(scores)
+        key, now, made = (scores, self._window, self._samples), self._mass.now, self._made
+        read = self.store.view(self.store.length), now, *now.retained.arrays
+        if made is None or made[0] != key or not all(map(operator.is_, made[1], read)):
+            made = self._made = key, read, make(scores)
         return made[2]
 
     def make_launches(self, scores: Scores) -> tuple[Launch, ...]:
         assert self._mass is not None
-        query, result = self.query.numpy(), Partial(self.out.numpy(), self.lse.numpy())
+        query, result, now = self.query.numpy(), Partial(self.out.numpy(), self.lse.numpy()), self._mass.now
         retained: tuple[Launch, ...] = ()
-        if self._mass.retained.counts.any():
-            retained = (_attention(self._mass.retained, query, *result, scores),)
+        if now.retained.counts.any():
+            retained = (_attention(now.retained, query, *result, scores),)
         self._estimate = None
         if not self._samples:
             return retained
@@ -239,9 +231,9 @@ class RetainedHostPartial(BlockHostPartial):
         draw, selection = _draw(
             self._mass, query, window, self._samples, scores, own_buffer, tail=self.tail.numpy(), limits=self._limits,
         )  # fmt: skip
-        target, end = self._pairs if retained else result, self._mass.evicted * self.store.block_size
+        target = self._pairs if retained else result
         attention = decode_attention(
-            query, self.store.view(self.store.length).blocks, selection.items, selection.counts, end, *target,
+            query, self.store.view(self.store.length).blocks, selection.items, selection.counts, now.outside, *target,
             **scores._asdict(), pairs=selection.weights,
         )  # fmt: skip
         self._estimate = Estimate(selection, target.lse)
@@ -267,8 +259,8 @@ def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int
     mass: TokenMass = step.state
     assert window is not None, "with two memories the window is resident"
     partial: RetainedHostPartial | None = None
-    samples = samples if mass.evicted else 0
-    if samples or mass.retained.counts.any():
+    samples = samples if mass.now.evicted else 0
+    if samples or mass.now.retained.counts.any():
         layer, query = step.layer, step.query
         partial = layer.host_partial_of(
             lambda kept: kept.form == (query.shape, 0), lambda: RetainedHostPartial(layer, query)

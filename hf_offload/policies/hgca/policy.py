@@ -138,7 +138,7 @@ class HGCA(Policy):
 
     def must_be_resident(self, layer: HybridLayer, blocks: int) -> torch.Tensor:
         mass = cast(TokenMass, layer.state)
-        return (torch.arange(blocks, device="cpu") >= mass.evicted).repeat(layer.batch_size, 1)
+        return (torch.arange(blocks, device="cpu") >= mass.now.evicted).repeat(layer.batch_size, 1)
 
     def plan_without_digests(self, step: Step) -> Plan:
         return self.plan(step)
@@ -146,12 +146,10 @@ class HGCA(Policy):
     def plan(self, step: Step) -> Plan:
         """Algorithm 2: the window where it is, the retained tokens on the CPU."""
         mass: TokenMass = step.state
-        first = mass.evicted
-        window = step.blocks_from(first)
+        window = step.blocks_from(mass.now.evicted)
         if step.layer.two_memories:
             return Plan(attend_on_both_sides(cast("SplitStep", step), step.split(window)[0], self.rescue or 0))
-        step.as_long_as(lambda: mass.evicted == first)
         return Plan(queue_attention(cast("CpuStep", step), window, self.rescue or 0), until=EVER)
 
     def place(self, step: Step, slots: int) -> Selection:
-        return step.blocks_from(step.state.evicted)
+        return step.blocks_from(step.state.now.evicted)

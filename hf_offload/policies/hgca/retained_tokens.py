@@ -158,11 +158,6 @@ class RetainedTokens:
         for i in range(self.lists):
             self._cut(i, int(np.searchsorted(self.positions[i, : self.counts[i]], border)))
 
-    def cut(self, counts: np.ndarray) -> None:
-        """Keep the first tokens of each list: their numbers, int64 `[B · Hkv]`."""
-        for i in np.flatnonzero(self.counts > counts):
-            self._cut(int(i), int(counts[i]))
-
     def _cut(self, index: int, count: int) -> None:
         if count == self.counts[index]:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from hf_offload.cpu.thread_pool import Job
 from hf_offload.fields import Field, LayerSizes
 from hf_offload.knobs import MOST
 from hf_offload.policies.base import LayerState
-from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, average_capacity, mark_above
+from hf_offload.policies.hgca.append import AppendProgress, RetentionRule, Span, mark_above
 from hf_offload.policies.hgca.kernels.query_weights import Queries, query_lse, weigh_tokens
 from hf_offload.policies.hgca.resident_mass import ResidentMass
 from hf_offload.policies.hgca.retained_tokens import LIST_STEP, RetainedTokens
+from hf_offload.policies.hgca.retention import Retention
 from hf_offload.scores import Scores
 
 if TYPE_CHECKING:
@@ -31,36 +32,28 @@ TILE = 4096
 """Tokens that are marked and copied at a time."""
 KEEP_ALL = -np.inf
 """A threshold that every valid token exceeds."""
-_REPLACED = ("since", "window_blocks", "evicted", "average", "kept", "weighed", "retained", "progress")
-"""What `append` replaces by new objects, without a change in the old ones: a crop of the chunk brings them back."""
 
 
 @dataclass(slots=True)
 class _Decision:
-    """What a running job decides, for `TokenMass` to adopt when it has ended.
+    """What `TokenMass.wait` adopts when the job that decides it has ended.
 
     Args:
-        evicted: blocks that have left the window by then.
-        counts: `[B · Hkv]`, tokens in the lists when the job began.
-        retained, kept: lists and marks that replace the present ones (re-evaluation); None: the job adds to these.
+        state: the new state.
         free: frees the slots of the blocks that leave.
-        began, seconds: when the job was made, and how long it took.
+        seconds: how long the job took.
     """
 
-    evicted: int
-    counts: np.ndarray
-    retained: RetainedTokens | None = None
-    kept: np.ndarray | None = None
-    free: Callable[[], None] | None = None
-    began: float = field(default_factory=time.perf_counter)
+    state: Retention
+    free: Callable[[], None] | None
     seconds: float = 0.0
 
 
 class TokenMass(LayerState):
     """State of a layer: the moving average of each token's attention weights, and the tokens retained by them.
 
-    Blocks before `evicted` have left the window; `retained` holds K and V of their marked tokens. A job in a worker
-    thread marks and copies tokens when blocks leave the window, and after a prompt or append; `wait` waits for it.
+    `now` holds them. A job in a worker thread marks and copies tokens when blocks leave the window, and after a prompt
+    or append; `wait` waits for it, and adopts the state that it has made.
     Source: HGCA, section 3.2, algorithm 1.
 
     Args:
@@ -76,24 +69,16 @@ class TokenMass(LayerState):
         self.store = store = layer.store
         self.rule, self.worker, self.stats, self.window_tokens = rule, layer.settings.worker, layer.stats, window_tokens
         self.stagger = layer.index % store.block_size
-        self.window_blocks = self._window_of(layer)
-        """Blocks of the window; there may be one more, while a job marks the oldest one's tokens."""
-        lists = store.batch * store.num_kv_heads
-        self.retained = RetainedTokens(lists, store.block_size, store.head_dim, store.dtype)
-        self.evicted = 0
-        self.average = np.zeros((store.batch, 0, 0), np.float32)
-        """`[B, Hq, T]`, by token; with two memories `resident` has those of resident tokens."""
-        self.kept = np.zeros((store.batch, store.num_kv_heads, 0), np.uint8)
-        """`[B, Hkv, T]`, 1 for retained tokens."""
-        self.weighed = np.ones(store.batch, bool)
-        """`[B]`, whether averages come from attention. Where they do not, every token that leaves is retained."""
-        self.progress = AppendProgress(rule, np.zeros(store.batch, np.int64))
-        self.since = 0
-        """Tokens before the last prompt or append, all its chunks: their earlier averages are gone."""
-        self._before: tuple[int, dict[str, Any]] | None = None
-        """Tokens before the last chunk, and `_REPLACED`: until anything but a crop of that chunk happens."""
-        self._whole: tuple[int, int, np.ndarray, RetainedTokens] | None = None
-        """Of a prepared crop: its length, and what `_keep_whole` returned for it."""
+        batch, heads = store.batch, store.num_kv_heads
+        self.now = Retention(
+            self._window_of(layer), 0, np.zeros((batch, 0, 0), np.float32), np.zeros((batch, heads, 0), np.uint8),
+            np.ones(batch, bool), RetainedTokens(batch * heads, store.block_size, store.head_dim, store.dtype),
+            AppendProgress(rule, np.zeros(batch, np.int64)),
+        )  # fmt: skip
+        self._before: tuple[int, Retention] | None = None
+        """Tokens before the last chunk, and the state then: until anything but a crop of that chunk happens."""
+        self._prepared: tuple[int, Retention] | None = None
+        """The length of a prepared crop that retains every token, and the state after it."""
         self.resident: ResidentMass | None = None
         """The averages of resident tokens, with two memories."""
         self._job: tuple[Job, _Decision] | None = None
@@ -104,7 +89,7 @@ class TokenMass(LayerState):
 
     @property
     def slots(self) -> int:
-        return self.window_blocks + 1  # one for the block whose tokens a job marks
+        return self.now.window_blocks + 1  # one for the block whose tokens a job marks
 
     def _window_of(self, layer: HybridLayer) -> int:
         """Blocks of the window, by the number of tokens cached now."""
@@ -114,39 +99,17 @@ class TokenMass(LayerState):
         return (layer.settings.resident // size if layer.resident is None else layer.resident.slots) - 1
 
     @property
-    def window_size(self) -> int:
-        """Tokens of the window."""
-        return self.window_blocks * self.store.block_size
-
-    @property
-    def alpha(self) -> float:
-        """Share of a step in the averages (algorithm 1, line 6)."""
-        return self.rule.alpha or 1 / self.window_size
-
-    @property
     def step_update(self) -> dict[str, Any]:
         """The last arguments of `move_averages` and `update_weights`."""
-        return self.progress.step_update(self.alpha, self.window_size)
+        return self.now.progress.step_update(self.now.window)
 
-    def _due(self, length: int) -> int:
-        """Blocks outside the window once the rows have `length` tokens; a block that has left does not come back."""
-        return max(self._outside(length), self.evicted)
-
-    def _outside(self, length: int) -> int:
+    def _outside(self, state: Retention, length: int) -> int:
         """Blocks before a window that ends at `length`."""
-        return max((length - self.stagger) // self.store.block_size + 1 - self.window_blocks, 0)
+        return max((length - self.stagger) // self.store.block_size + 1 - state.window_blocks, 0)
 
     def reserve(self, length: int, query_heads: int) -> None:
-        """Allocate averages and marks for a number of tokens; new ones are 0."""
-        have = self.average.shape[2]
-        if have < length or self.average.shape[1] != query_heads:
-            tokens = average_capacity(length, have, self.store.block_size)
-            average = np.zeros((self.store.batch, query_heads, tokens), np.float32)
-            kept = np.zeros((*self.kept.shape[:2], tokens), np.uint8)
-            if self.average.shape[1] == query_heads:
-                average[:, :, :have] = self.average
-            kept[:, :, : self.kept.shape[2]] = self.kept
-            self.average, self.kept = average, kept
+        """Allocate averages and marks for a number of tokens."""
+        self.now = self.now.with_room(length, query_heads)
 
     # --- the job in flight --------------------------------------------------------------------------------------------
 
@@ -160,85 +123,85 @@ class TokenMass(LayerState):
         if self._job is None:
             return
         job, decision = self._job
+        now, made, stats = self.now, decision.state, self.stats
+        evicts = made.retained is now.retained
         try:
             job.result()
         except BaseException:
             if job.foreign:  # the thread that wrote into the lists stayed in the parent process, perhaps with a lock
-                self.retained = self._copy_marked(self.kept, self.evicted)
+                now = replace(now, retained=self._copy_marked(now.kept, now.evicted))
             if job.done():
-                self.retained.cut(decision.counts)
-                self.weighed &= decision.retained is None
+                now.retained.truncate(now.outside)
+                self.now = replace(now, weighed=now.weighed & evicts)
                 self._job = None
             raise
-        self._adopt(decision)
+        if evicts:
+            stats.evictions += made.evicted - now.evicted
+            stats.eviction_seconds += decision.seconds
+        else:
+            stats.reevaluations += 1
+            stats.reevaluation_seconds += decision.seconds
+        self.now = made
+        if decision.free is not None:
+            decision.free()
         self._job = None
 
-    def _adopt(self, made: _Decision) -> None:
-        stats = self.stats
-        if made.retained is None or made.kept is None:
-            stats.evictions += made.evicted - self.evicted
-            stats.eviction_seconds += made.seconds
-        else:
-            self.retained, self.kept = made.retained, made.kept
-            stats.reevaluations += 1
-            stats.reevaluation_seconds += made.seconds
-        self.evicted = made.evicted
-        if made.free is not None:
-            made.free()
+    def _start(
+        self, stages: Iterator[Launch], state: Retention, label: str, free: Callable[[], None] | None = None
+    ) -> None:
+        """Start the job whose launches make a state."""
+        decision, began = _Decision(state, free), time.perf_counter()
 
-    def _start(self, stages: Iterator[Launch], decision: _Decision, label: str) -> None:
         def work() -> None:
             for launch in stages:
                 self.worker.divide(launch)
-            decision.seconds = time.perf_counter() - decision.began
+            decision.seconds = time.perf_counter() - began
 
-        keep = (self.store.pool, self.retained.pool)
-        self._job = self.worker.submit(work, label, keep=keep), decision
+        self._job = self.worker.submit(work, label, keep=(self.store.pool, state.retained.pool)), decision
 
     # --- a prompt or an append ---------------------------------------------------------------------------------------
 
     def before_append(self, layer: HybridLayer) -> None:
-        """Remember the state, for a crop of the chunk; `append` makes new arrays beside it."""
+        """Remember the state, for a crop of the chunk."""
         self.wait()
-        self._before = self.store.length, {name: getattr(self, name) for name in _REPLACED}
+        self._before, self._prepared = (self.store.length, self.now), None
 
     def append(self, layer: HybridLayer, query: torch.Tensor, scores: Scores) -> None:
         """Start to weigh the cached tokens by the new queries, and to retain tokens by that (§3.2.2, re-evaluation)."""
         self.wait()
-        store, rule, count, progress = self.store, self.rule, query.shape[2], replace(self.progress)
-        length, past, size = store.length, store.length - query.shape[2], store.block_size
+        store, rule, count = self.store, self.rule, query.shape[2]
+        length, past, size = store.length, store.length - count, store.block_size
         valid = store.padding.valid[:, past:length]
-        self.reserve(length, query.shape[1])
-        self.average, self.weighed, self.progress = self.average.copy(), self.weighed.copy(), progress
-        self.window_blocks = self._window_of(layer)
-        self.average[:, :, past:length] = 0.0
-        if progress.begin(past, length, self.evicted * size):
-            self.since = past
-        border = progress.border
-        anew = rule.reevaluate or progress.prompt or not self.weighed.any()
-        spans = progress.spans(valid, length, self.alpha, self.window_size, anew=anew)
+        now = self.now.with_room(length, query.shape[1])
+        progress, average, weighed = now.progress.chunk(past, length, now.outside), now.average.copy(), now.weighed
+        average[:, :, past:length] = 0.0
+        anew = rule.reevaluate or progress.prompt or not weighed.any()
+        now = replace(now, window_blocks=self._window_of(layer), average=average)
+        spans, progress = progress.spans(valid, length, now.window, anew=anew)
         most = max(span.queries for span in spans)
         there, wait = to_host(query[:, :, count - most :].detach().float().contiguous(), "queries of an append")
-        queries, all_padding = there.numpy(), valid.max(1) == 0
+        queries, all_padding, border = there.numpy(), valid.max(1) == 0, progress.border
         if anew:
-            retained, first = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype), 0
-            self.weighed |= ~all_padding | progress.prompt
+            retained, first = RetainedTokens(now.retained.lists, size, store.head_dim, store.dtype), 0
+            weighed = weighed | ~all_padding | progress.prompt
         else:
-            retained, first = self.retained.fork(), border // size
+            retained, first = now.retained.fork(), border // size
             retained.truncate(border)
-        evicted, kept = max(self._outside(length), first), self.kept.copy()
+        self.now = now = replace(now, weighed=weighed, progress=progress)
+        made = replace(now, evicted=max(self._outside(now, length), first), kept=now.kept.copy(), retained=retained)
 
         def stages() -> Iterator[Launch]:
             wait()
             store.wait()
             for span in spans:
-                yield from self._weigh(span, queries, length, scores)
-            yield from self._retain(retained, kept, range(first, evicted), border, length, all_padding)
+                yield from self._weigh(span, average, queries, length, scores)
+            yield from self._retain(made, first, border, length, all_padding)
 
-        decision = _Decision(evicted, self.retained.counts.copy(), retained, kept)
-        self._start(stages(), decision, f"what {count} tokens leave to the CPU in layer {self.stats.layer}")
+        self._start(stages(), made, f"what {count} tokens leave to the CPU in layer {self.stats.layer}")
 
-    def _weigh(self, span: Span, queries: np.ndarray, length: int, scores: Scores) -> Iterator[Launch]:
+    def _weigh(
+        self, span: Span, average: np.ndarray, queries: np.ndarray, length: int, scores: Scores
+    ) -> Iterator[Launch]:
         """Update the averages of a span's tokens with the weights that the newest queries give them."""
         store = self.store
         span_queries = np.ascontiguousarray(queries[:, :, queries.shape[2] - span.queries :])
@@ -247,9 +210,9 @@ class TokenMass(LayerState):
         asked = Queries(span_queries, store.num_kv_heads, length - span.queries, span.first, span.stop, *scores)
         yield query_lse(pool, asked, lse)
         span.leave_out(lse)
-        weights = np.empty_like(self.average)
+        weights = np.empty((*average.shape[:2], span.stop + 31 & ~15), np.float32)
         yield weigh_tokens(pool, asked, lse, span.coefficient, weights, skipped=span.skipped)
-        span.update(self.average, weights)
+        span.update(average, weights)
 
     # --- blocks that leave the window --------------------------------------------------------------------------------
 
@@ -263,45 +226,43 @@ class TokenMass(LayerState):
 
     def token(self, layer: HybridLayer) -> None:
         """Start to select among the tokens of blocks that leave the window (algorithm 1, lines 10 to 24)."""
-        self._before = None
+        self._before = self._prepared = None
         self._evict()
 
     def before_token(self, layer: HybridLayer) -> None:
         """Evict at once blocks that are still inside the window and belong outside, as after a job that failed."""
         self.wait()
-        if self._due(self.store.length) > self.evicted:
-            self._before = None
-            self._evict()
+        if self._outside(self.now, self.store.length) > self.now.evicted:
+            self.token(layer)
             self.wait()
 
     def _evict(self) -> None:
-        length, evicted = self.store.length, self._due(self.store.length)
-        if evicted == self.evicted:
-            return
         self.wait()
-        self.reserve(length, self.average.shape[1])
-        first, retained, average = self.evicted, self.retained, self.average
+        length, first = self.store.length, self.now.evicted
+        evicted = self._outside(self.now, length)
+        if evicted <= first:  # a block that has left does not come back
+            return
+        self.reserve(length, self.now.average.shape[1])
+        made, border = replace(self.now, evicted=evicted), self.now.outside
         arrive, free = (None, None) if self.resident is None else self.resident.leave(first, evicted)
-        border, no_row = first * self.store.block_size, np.zeros(self.store.batch, bool)
+        no_row = np.zeros(self.store.batch, bool)
 
         def stages() -> Iterator[Launch]:
             if arrive is not None:
-                arrive(average)
+                arrive(made.average)
             self.store.wait()
-            yield from self._retain(retained, self.kept, range(first, evicted), border, length, no_row)
+            yield from self._retain(made, first, border, length, no_row)
 
-        decision = _Decision(evicted, retained.counts.copy(), free=free)
-        self._start(stages(), decision, f"what block {evicted - 1} of layer {self.stats.layer} leaves to the CPU")
+        self._start(stages(), made, f"what block {evicted - 1} of layer {self.stats.layer} leaves to the CPU", free)
 
     def _retain(
-        self, retained: RetainedTokens, kept: np.ndarray, blocks: range, border: int, length: int, frozen: np.ndarray
-    ) -> Iterator[Launch]:
+        self, state: Retention, first: int, border: int, length: int, frozen: np.ndarray
+    ) -> Iterator[Launch]:  # fmt: skip
         """Mark tokens whose average exceeds the threshold, and append them to lists (algorithm 1, lines 19 to 24).
 
         Args:
-            retained: the lists.
-            kept: uint8 `[B, Hkv, T]`, marks, written.
-            blocks: blocks outside the window that are not in the lists.
+            state: with the averages; its marks and lists are written.
+            first: the first of its evicted blocks that is not in the lists.
             border: tokens before this one share their weights among one another (A_cpu), the others with all up to
                 `length` (A_gpu).
             length: tokens.
@@ -309,23 +270,23 @@ class TokenMass(LayerState):
         """
         store = self.store
         valid, size = store.padding.valid, store.block_size
-        new = self._thresholds(valid[:, border:length])
-        old = self._thresholds(valid[:, :border]) if blocks.start * size < border else new
-        for start in range(blocks.start * size, blocks.stop * size, TILE):
-            stop = min(start + TILE, blocks.stop * size)
+        new = self._thresholds(state, valid[:, border:length])
+        old = self._thresholds(state, valid[:, :border]) if first * size < border else new
+        for start in range(first * size, state.outside, TILE):
+            stop = min(start + TILE, state.outside)
             tile, early = slice(start, stop), np.arange(start, stop) < border
             bars = np.where(early, old[:, None], new[:, None])
-            marks = mark_above(self.average[:, :, tile], valid[:, tile], bars, store.num_kv_heads, self.rule.group)
-            np.copyto(kept[:, :, tile], marks, where=~(frozen[:, None] & early)[:, None])
-            self._mark_sinks(kept, start, stop)
-            yield from self._copy(retained, kept, start, stop)
+            marks = mark_above(state.average[:, :, tile], valid[:, tile], bars, store.num_kv_heads, self.rule.group)
+            np.copyto(state.kept[:, :, tile], marks, where=~(frozen[:, None] & early)[:, None])
+            self._mark_sinks(state.kept, start, stop)
+            yield from self._copy(state.retained, state.kept, start, stop)
 
-    def _thresholds(self, valid: np.ndarray) -> np.ndarray:
+    def _thresholds(self, state: Retention, valid: np.ndarray) -> np.ndarray:
         """β / A.size, float32 `[B]`, by the marks `[B, t]` of the tokens that share the weights."""
         if self.rule.beta == 0:
             return np.full(len(valid), KEEP_ALL, np.float32)
         shares = self.rule.beta / np.maximum(valid.sum(1), 1)
-        return np.where(self.weighed, shares, KEEP_ALL).astype(np.float32)
+        return np.where(state.weighed, shares, KEEP_ALL).astype(np.float32)
 
     def _mark_sinks(self, kept: np.ndarray, start: int, stop: int) -> None:
         """Mark the rows' first tokens, which are retained whatever their weights."""
@@ -354,7 +315,7 @@ class TokenMass(LayerState):
             blocks: as in `RetainedTokens`.
         """
         store, size = self.store, self.store.block_size
-        retained = RetainedTokens(self.retained.lists, size, store.head_dim, store.dtype, blocks)
+        retained = RetainedTokens(self.now.retained.lists, size, store.head_dim, store.dtype, blocks)
         for start in range(0, evicted * size, TILE):
             for launch in self._copy(retained, kept, start, min(start + TILE, evicted * size)):
                 launch.run("kept tokens")
@@ -363,8 +324,8 @@ class TokenMass(LayerState):
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def adopted(self, layer: HybridLayer) -> None:
-        if not self.average.size:  # a cache that was taken over; otherwise the window is the last append's
-            self.window_blocks = self._window_of(layer)
+        if not self.now.average.size:  # a cache that was taken over; otherwise the window is the last append's
+            self.now = replace(self.now, window_blocks=self._window_of(layer))
         self._keep_all()
 
     def padding_changed(self, layer: HybridLayer, block: int) -> None:
@@ -373,67 +334,52 @@ class TokenMass(LayerState):
 
     def _keep_all(self) -> None:
         """Retain every valid token until the next append: its attention weights are unknown."""
-        self._before = None
-        self._cut(self.store.length)
-        self._adopt_whole(*self._keep_whole(self.store.length))
+        self._before = self._prepared = None
+        self.now = self.now.cut(self.store.length)
+        self.now = self._whole(self.now, self.store.length)
 
-    def _keep_whole(self, length: int) -> tuple[int, np.ndarray, RetainedTokens]:
-        """Evicted blocks, marks and lists with which all of the first `length` tokens are retained."""
+    def _whole(self, state: Retention, length: int) -> Retention:
+        """The state after another one in which all of the first `length` tokens are retained."""
         size, valid = self.store.block_size, self.store.padding.valid
-        self.reserve(length, max(self.average.shape[1], self.store.num_kv_heads))
-        evicted, kept = max(self._outside(length), min(self.evicted, length // size)), np.zeros_like(self.kept)
+        state = state.with_room(length, max(state.average.shape[1], self.store.num_kv_heads))
+        evicted = max(self._outside(state, length), min(state.evicted, length // size))
+        kept, weighed = np.zeros_like(state.kept), np.zeros_like(state.weighed)
         if stop := evicted * size:  # an empty cache may not know its rows yet
             kept[:, :, :stop] = valid[:, None, :stop]
-        return evicted, kept, self._copy_marked(kept, evicted)
+        progress, retained = replace(state.progress, begin=0, end=-1), self._copy_marked(kept, evicted)
+        return replace(state, evicted=evicted, kept=kept, weighed=weighed, retained=retained, progress=progress)
 
-    def _adopt_whole(self, evicted: int, kept: np.ndarray, retained: RetainedTokens) -> None:
-        self.evicted, self.kept, self.retained, self.since = evicted, kept, retained, 0
-        self.weighed, self.progress.end = np.zeros_like(self.weighed), -1
+    def _state_at(self, length: int) -> Retention:
+        """The state of which a crop keeps the first `length` tokens: that before the last chunk, or `now`."""
+        return self._before[1] if self._before is not None and length <= self._before[0] else self.now
 
     def prepare_crop(self, layer: HybridLayer, length: int) -> None:
-        self._whole = (length, *self._keep_whole(length)) if self._loses_all(length) else None
-
-    def _loses_all(self, length: int) -> bool:
-        """Whether a crop removes the last append whole, and the averages from before it are gone."""
-        before = self._before
-        since: int = self.since if before is None or length > before[0] else before[1]["since"]
-        return 0 < length <= since
+        self.reserve(self.store.num_blocks * self.store.block_size, self.now.average.shape[1])  # for `_write_back`
+        state = self._state_at(length)
+        self._prepared = (length, self._whole(state, length)) if 0 < length <= state.progress.begin else None
 
     def crop(self, layer: HybridLayer, length: int) -> None:
         """Keep the first `length` tokens; no job is in flight.
 
         A crop of the last chunk of a prompt or append alone, as when its forward fails, restores the state before it.
-        A crop that reaches further back retains every token.
+        A crop that takes an append back whole, whose averages have replaced those from before it, retains every token.
         """
-        loses_all, before, whole = self._loses_all(length), self._before, self._whole
-        self._whole = None
-        if before is not None and length <= before[0]:
-            self._before = None
-            vars(self).update(before[1])
-        if length < self.progress.end:  # a later chunk does not continue the cropped one
-            self.progress.end = -1
-        self._cut(length)
-        if loses_all:
-            self._adopt_whole(*(whole[1:] if whole is not None and whole[0] == length else self._keep_whole(length)))
-
-    def _cut(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
-        size = self.store.block_size
-        self.evicted = min(self.evicted, length // size)
-        self.progress.border = min(self.progress.border, self.evicted * size)
-        self.average[:, :, length:] = 0.0
-        self.kept[:, :, self.evicted * size :] = 0
-        self.retained.truncate(self.evicted * size)
+        state, prepared = self._state_at(length), self._prepared
+        back = state is not self.now
+        if prepared is not None and prepared[0] == length:
+            state = prepared[1]
+        elif 0 < length <= state.progress.begin:
+            state = self._whole(state, length)
+        self.now = state.cut(length)
+        self._prepared, self._before = None, None if back else self._before
 
     def check_rows(self, layer: HybridLayer) -> None:
         pass
 
     def select_rows(self, layer: HybridLayer, rows: torch.Tensor) -> None:
-        index, heads = rows.numpy(), self.store.num_kv_heads
-        self.retained.select_lists((index[:, None] * heads + np.arange(heads)).ravel())
-        self.average, self.kept, self.weighed = self.average[index], self.kept[index], self.weighed[index]
-        self.progress.queries = self.progress.queries[index]
-        self._before = self._whole = None
+        index = rows.numpy()
+        self.now = self.now.rows(index)
+        self._before = self._prepared = None
         if self.resident is not None:
             self.resident.select_rows(index)
 
@@ -441,8 +387,8 @@ class TokenMass(LayerState):
 
     def placed(self, layer: HybridLayer, query_heads: int | None = None) -> None:
         assert layer.resident is not None
-        self.reserve(self.store.length, query_heads or self.average.shape[1])
-        self.resident = ResidentMass(layer.resident, self.average, self.evicted)
+        self.reserve(self.store.length, query_heads or self.now.average.shape[1])
+        self.resident = ResidentMass(layer.resident, self.now.average, self.now.evicted)
 
     def block_opened(self, layer: HybridLayer, block: int) -> None:
         if self.resident is not None:
@@ -454,27 +400,25 @@ class TokenMass(LayerState):
         self.resident = None
 
     def _write_back(self) -> None:
-        """Copy the averages of resident tokens to `average`."""
-        if self.resident is not None and self.evicted < self.store.num_blocks:
+        """Copy the averages of resident tokens to those of the others."""
+        if self.resident is not None and self.now.evicted < self.store.num_blocks:
             self.reserve(self.store.num_blocks * self.store.block_size, self.resident.average.shape[1])
-            self.resident.write_back(self.average, self.evicted)
+            self.resident.write_back(self.now.average, self.now.evicted)
 
     # --- forks, drafts, files -----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> tuple[int, np.ndarray, np.ndarray, torch.Tensor | None, AppendProgress]:
-        """Blocks outside the window, tokens in the lists, averages of the window and of slots, and the progress."""
+    def snapshot(self) -> tuple[Retention, np.ndarray, torch.Tensor | None]:
+        """The state, and what steps change of it in place: averages of the window and of slots."""
         self.wait()
-        average = self.average[:, :, self.evicted * self.store.block_size : self.store.length].copy()
-        there = None if self.resident is None else self.resident.average.clone()
-        return self.evicted, self.retained.counts.copy(), average, there, replace(self.progress)
+        average = self.now.average[:, :, self.now.outside : self.store.length].copy()
+        return self.now, average, None if self.resident is None else self.resident.average.clone()
 
     def restore(self, layer: HybridLayer, snapshot: Any) -> None:
-        self.evicted, counts, average, there, progress = snapshot
-        first, self.progress = self.evicted * self.store.block_size, replace(progress)
-        self.retained.cut(counts)
-        self.average[:, :, first:] = 0.0
-        self.average[:, :, first : first + average.shape[2]] = average
-        self.kept[:, :, first:] = 0
+        state, average, there = snapshot
+        first = state.outside
+        state.clear(first)
+        state.average[:, :, first : first + average.shape[2]] = average
+        self.now = state
         if there is None:  # nothing was resident yet
             self.resident = None
         elif self.resident is not None:
@@ -482,25 +426,22 @@ class TokenMass(LayerState):
 
     def share(self, layer: HybridLayer, source: TokenMass) -> None:
         source._write_back()
-        self.retained = source.retained.fork()
-        self.average, self.kept = source.average.copy(), source.kept.copy()
-        self.window_blocks, self.evicted, self.weighed = source.window_blocks, source.evicted, source.weighed.copy()
-        self.progress, self.since = replace(source.progress), source.since
+        self.now = source.now.fork()
         if source.resident is not None:
             self.placed(layer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Averages, marks and numbers; no job is in flight."""
         self._write_back()
-        progress, length = self.progress, self.store.length
-        numbers = (self.window_blocks, self.evicted, progress.border, progress.prompt, progress.end, self.since)
+        now, progress, length = self.now, self.now.progress, self.store.length
+        numbers = (now.window_blocks, now.evicted, progress.border, progress.prompt, progress.end, progress.begin)
         return {
-            "average": torch.from_numpy(self.average[:, :, :length]),
-            "kept": torch.from_numpy(self.kept[:, :, :length]),
-            "known": torch.from_numpy(self.weighed),
+            "average": torch.from_numpy(now.average[:, :, :length]),
+            "kept": torch.from_numpy(now.kept[:, :, :length]),
+            "known": torch.from_numpy(now.weighed),
             "queries": torch.from_numpy(progress.queries),
             "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
-            "room": torch.tensor(self.retained.table.shape[1], dtype=torch.int64, device="cpu"),
+            "room": torch.tensor(now.retained.table.shape[1], dtype=torch.int64, device="cpu"),
         }
 
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
@@ -508,21 +449,23 @@ class TokenMass(LayerState):
             self.adopted(layer)
             return
         average, kept = tensors["average"].numpy(), tensors["kept"].numpy()
-        self.reserve(average.shape[2], average.shape[1])
-        self.average[:, :, : average.shape[2]], self.kept[:, :, : kept.shape[2]] = average, kept
-        blocks, self.evicted, border, prompt, end, self.since = tensors["numbers"].tolist()
-        if self.window_tokens(0) is not None:  # otherwise the window is as large as what is resident here
-            self.window_blocks = blocks
-        self.weighed = tensors["known"].numpy().copy()
-        self.progress = AppendProgress(self.rule, tensors["queries"].numpy().copy(), border, bool(prompt), end)
-        self.retained = self._copy_marked(self.kept, self.evicted, int(tensors["room"]))
+        blocks, evicted, border, prompt, end, begin = tensors["numbers"].tolist()
+        now = self.now.with_room(average.shape[2], average.shape[1])
+        now.average[:, :, : average.shape[2]], now.kept[:, :, : kept.shape[2]] = average, kept
+        if self.window_tokens(0) is None:  # the window is as large as what is resident here
+            blocks = now.window_blocks
+        self.now = replace(
+            now, window_blocks=blocks, evicted=evicted, weighed=tensors["known"].numpy().copy(),
+            retained=self._copy_marked(now.kept, evicted, int(tensors["room"])),
+            progress=AppendProgress(self.rule, tensors["queries"].numpy().copy(), border, bool(prompt), begin, end),
+        )  # fmt: skip
 
     def report(self, stats: LayerStats) -> None:
-        tokens = self.evicted * self.store.block_size
+        now, tokens = self.now, self.now.outside
         outside = int(np.count_nonzero(self.store.padding.valid[:, :tokens]))
-        counts = self.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
+        counts = now.kept[:, :, :tokens].sum((0, 2), dtype=np.int64)
         stats.kept_share_by_head = (counts / outside).tolist() if outside else []
-        stats.context_bytes, stats.salience_bytes = self.retained.nbytes, self.average.nbytes + self.kept.nbytes
+        stats.context_bytes, stats.salience_bytes = now.retained.nbytes, now.average.nbytes + now.kept.nbytes
 
 
 def token_mass_fields(sizes: LayerSizes, windows: range) -> dict[str, Field]:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HGCA, HybridCache
 from hf_offload.model.hooks import hybrid_layers
-from hf_offload.policies.hgca.append import AppendProgress, newest_queries
+from hf_offload.policies.hgca.append import AppendProgress
 
 BLOCK = 16
 TIERS = pytest.mark.parametrize("tier", ["one", "split"])
@@ -44,18 +44,10 @@ def outside(cache: HybridCache, line: int) -> list[np.ndarray]:
     """Which tokens are kept of those that have left the window and are no padding, `[Hkv, n]` for each layer."""
     found = []
     for layer in hybrid_layers(cache):
-        mass, stop = layer.state, layer.state.evicted * BLOCK
+        mass, stop = layer.state, layer.state.now.evicted * BLOCK
         real = cache.settings.padding.valid[line, :stop] != 0
-        found.append(mass.kept[line, :, :stop][:, real] != 0)
+        found.append(mass.now.kept[line, :, :stop][:, real] != 0)
     return found
-
-
-def test_queries_are_the_last_of_each_row_that_are_no_padding() -> None:
-    marks = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1], [0] * 6], np.uint8)
-    want = [[0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1], [0] * 5]
-    assert newest_queries(marks, 2).tolist() == [[bool(mark) for mark in line] for line in want]
-    assert newest_queries(marks[:1], 2).tolist() == [[True, True]]
-    assert newest_queries(marks[3:], 2).tolist() == [[False]]
 
 
 @TIERS
@@ -81,23 +73,13 @@ def test_padding_in_a_turn_says_nothing(model: PreTrainedModel, append: str, sai
     got, want = (converse(model, *each, "one", append=append, beta=3.0) for each in (given, alone(*given)))
     shared = (212 - 3) // BLOCK * BLOCK - 4 * BLOCK  # on the host when the turn began, in every layer
     for layer, one in zip(hybrid_layers(got), hybrid_layers(want), strict=True):
-        averages = layer.state.average[1, :, :shared], one.state.average[0, :, :shared]
+        averages = layer.state.now.average[1, :, :shared], one.state.now.average[0, :, :shared]
         assert np.allclose(*averages, atol=1e-6)
         assert averages[0].max() > 1e-3
     for found, marks in zip(outside(got, 1), outside(want, 0), strict=True):
         if said:
             assert np.array_equal(found[:, :shared], marks[:, :shared])
         assert 0.02 < found[:, :shared].mean() < 1.0
-
-
-@TIERS
-def test_a_crop_below_a_turn_forgets_what_was_before_it(model: PreTrainedModel, tier: str) -> None:
-    ids, mask = prompt(1, 300)
-    cache = converse(model, ids, mask, (0, 150, 200), tier)
-    cache.crop(-60)
-    feed(model, cache, ids, mask, range(140, 161))
-    cache.crop(-10)
-    assert all(layer.state.progress.end == -1 for layer in hybrid_layers(cache))
 
 
 @TIERS
@@ -115,10 +97,10 @@ def test_a_row_that_is_padding_keeps_what_it_kept(
     mask[1, cuts[-1] :] = 0
     first, second = (converse(model, ids, mask, each, tier, beta=3.0) for each in (cuts, [*cuts, *more]))
     for had, has in zip(hybrid_layers(first), hybrid_layers(second), strict=True):
-        span = slice(0, had.state.evicted * BLOCK) if what == "kept" else slice(160, 207)
+        span = slice(0, had.state.now.evicted * BLOCK) if what == "kept" else slice(160, 207)
         for layer in (had, has):
             layer.unplace()
-        before, after = (getattr(layer.state, what)[:, :, span] for layer in (had, has))
+        before, after = (getattr(layer.state.now, what)[:, :, span] for layer in (had, has))
         assert np.array_equal(before[1], after[1])
         assert not np.array_equal(before[0], after[0])
         assert 0 < before.mean() < 0.9
@@ -152,14 +134,14 @@ def told(chunks: list[list[int]], among: int | None, append: str) -> np.ndarray:
     """
     rows, length = len(chunks[0]), 50
     rule = HGCA(append_queries=among, append=append, append_run=0).rule
-    weighing, average, asked = AppendProgress(rule, np.zeros(rows, np.int64), end=-1), np.full((rows, 1, 1), 7.0), 0
-    weighing.begin(length, length, 1)
+    progress, average, asked = AppendProgress(rule, np.zeros(rows, np.int64), end=-1), np.full((rows, 1, 1), 7.0), 0
+    progress = progress.chunk(length, length, 1)
     for counts in map(np.array, chunks):
         length += counts.max()
         valid = (np.arange(counts.max()) >= counts.max() - counts[:, None]).astype(np.uint8)
         given = valid / (np.reshape(asked, (-1, 1)) + valid.cumsum(1) + 1.0)
         asked = asked + counts
-        span = weighing.spans(valid, length, 0.1, 10, anew=True)[1]
+        (_, span), progress = progress.spans(valid, length, 10, anew=True)
         given = np.where(span.counted, given[:, -span.queries :], 0.0)
         joined = given.max(1) if span.coefficient is None else given @ span.coefficient
         span.update(average, joined[:, None, None])

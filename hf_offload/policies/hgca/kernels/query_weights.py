@@ -9,6 +9,7 @@ head, those of its second, and so on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +18,9 @@ from hf_offload.cpu.kernels.block import STEP_TOKENS, clear_scores, soften_score
 from hf_offload.cpu.kernels.packed import spare_bytes
 from hf_offload.cpu.kernels.parts import PART_TOKENS, PARTS, merge_masses
 from hf_offload.cpu.kernels.record import HostBlocks, record_of, score_keys
-from hf_offload.cpu.launch import (
-    F32,
-    Array,
-    Launch,
-    cap_of,
-    group_size,
-    jit,
-    kernel,
-    require,
-)
+from hf_offload.cpu.launch import F32, Array, Launch, borrowing, cap_of, group_size, jit, kernel, require
 from hf_offload.cpu.memory import address_of, count_up, get, get_word, hold, next_task, put, put_word
-from hf_offload.cpu.simd.convert import load_marks, store_first
+from hf_offload.cpu.simd.convert import load_marks
 from hf_offload.cpu.simd.vectors import MASKED, NOTHING, choose_less, exp, fma, load_f32, splat, store, vmax
 
 _ROWS = 128  # rows of a task of `query_lse`
@@ -66,8 +58,8 @@ class _Tile(NamedTuple):
 
     Args:
         rows: float32, the scaled rows; scores: of these, `stride` bytes apart; marks: of valid tokens, float32.
-        records: int64, addresses of the step's records; picked: int64 [4], numbers of the rows.
-        more: as many bytes as were asked for; spare: of an unpacked record.
+        records: int64, addresses of the step's records; picked: int64 [4], numbers of the rows; spare: of an unpacked
+            record.
         width: tokens of a step.
     """
 
@@ -76,35 +68,30 @@ class _Tile(NamedTuple):
     marks: int
     records: int
     picked: int
-    more: int
     spare: int
     stride: int
     width: int
 
 
 @jit
-def _make_tile(pool: Any, dim: int, more: int) -> tuple[Array, Any]:
-    """Scratch with a number of bytes for the caller, and the array that holds it."""
+def _make_tile(pool: Any, dim: int) -> tuple[Array, Any]:
+    """Scratch, and the array that holds it."""
     width = max(STEP_TOKENS, pool.block_size)
     scores, marks = 16 * dim, 16 * (dim + width)
     records = marks + 4 * width
     picked = records + 64 * -(-width // pool.block_size // 8)
-    begin = picked + 64
-    size = begin + more + spare_bytes(pool.packed, dim, pool.block_size)
-    memory = np.empty(size // 4 + 16, np.float32)
+    spare = picked + 64
+    memory = np.empty((spare + spare_bytes(pool.packed, dim, pool.block_size)) // 4 + 16, np.float32)
     at = (address_of(memory) + 63) & ~63
-    tile = _Tile(
-        at, at + scores, at + marks, at + records, at + picked, at + begin, at + begin + more, 4 * width, width
-    )
-    return memory, tile
+    return memory, _Tile(at, at + scores, at + marks, at + records, at + picked, at + spare, 4 * width, width)
 
 
 @jit
-def _find_ends(ends: Array, first_row: int, queries: Any, valid: Array) -> None:
-    """ends[row] = the token behind the last one that a row (from first_row on) sees; 0 if its query is not valid."""
+def _find_ends(ends: Array, first_row: int, queries: Any, valid: Array, skipped: int) -> None:
+    """ends[row] = the token behind the last one that a row (from first_row on) weighs; 0 if its query is not valid."""
     for row in range(ends.shape[0]):
         position = queries.start + (first_row + row) % queries.query.shape[2]
-        ends[row] = min(queries.stop, position + 1) if valid[position] != 0 else 0
+        ends[row] = min(queries.stop, position + 1 - skipped) if valid[position] != 0 else 0
 
 
 @jit
@@ -155,47 +142,69 @@ def _picked(tile: Any, i: int) -> int:
     return np.int64(get_word(tile.picked + 8 * i))  # type: ignore[return-value]
 
 
-@jit
-def _score_rows(
-    tile: Any, pool: Any, queries: Any, source: int, ends: Array, row: int, begin: int, end: int, masked: bool
-) -> tuple[int, int, int]:
-    """Score the next four rows, from `row` on, with those of the tokens begin..end-1 that each of them sees.
+def _by_score_tiles(take: Callable[..., None]) -> Callable[..., None]:
+    """Compile `over(tile, pool, queries, head, first_row, ends, low, high, *args)`, which scores rows of a KV head.
 
-    Args:
-        source: address of row 0.
-        ends: from `_find_ends`.
-        end, masked: from `_open_step`.
-
-    Returns:
-        How many rows there were, whose numbers are in `picked`; the tokens scored, rounded up to 16; and the row to go
-        on with.
+    It scores four rows at a time with the tokens low..high-1 that each of them sees, a step at a time, and calls
+    `take(tile, begin, filled, padded, *args)`: with the step's first token; how many rows there are, whose numbers are
+    in `tile.picked`; and the tokens scored, rounded up to 16. `head` is of all KV heads of all rows of the batch;
+    `first_row` is the row of the first of `ends`, which are from `_find_ends`.
     """
-    dim, size, scores, stride = queries.query.shape[3], pool.block_size, tile.scores, tile.stride
-    tag, packed, records = pool.tag, pool.packed, tile.records
-    filled, row = _pick_rows(tile, ends, row, begin, source, dim, queries.scale)
-    seen = 0
-    for i in range(filled):
-        seen = max(seen, min(ends[_picked(tile, i)], end) - begin)
-    padded = (seen + 15) & ~15
-    for i in range((seen + size - 1) // size):
-        record: Any = np.int64(get_word(records + 8 * i))
-        address = scores + 4 * i * size
-        score_keys(_TILE, 0, tag, record, 0, tile.rows, dim, size, address, stride, packed, tile.spare)
-    if queries.softcap > 0.0:
-        soften_scores(4, scores, stride, padded, queries.softcap)
-    if masked:
+
+    def over(
+        tile: Any, pool: Any, queries: Any, head: int, first_row: int, ends: Array, low: int, high: int, *args: Any
+    ) -> None:
+        _, query_heads, count, dim = queries.query.shape
+        size, scores, stride = pool.block_size, tile.scores, tile.stride
+        b, h = head // queries.kv_heads, head % queries.kv_heads
+        source = address_of(queries.query) + 4 * (head * (query_heads // queries.kv_heads * count) + first_row) * dim
         none, zero = splat(MASKED), splat(np.float32(0.0))
-        for token in range(0, padded, 16):
-            mark = load_f32(tile.marks + 4 * token)
-            for i in range(4):
-                address = scores + i * stride + 4 * token
-                store(address, choose_less(zero, mark, load_f32(address), none))
-    for i in range(filled):
-        clear_scores(1, scores + i * stride, stride, min(ends[_picked(tile, i)] - begin, seen), padded)
-    return filled, padded, row
+        for begin in range(low, high, tile.width):
+            end, masked = _open_step(tile, pool, b, h, dim, begin, min(begin + tile.width, high))
+            row = 0 if end > begin else len(ends)
+            while row < len(ends):
+                filled, row = _pick_rows(tile, ends, row, begin, source, dim, queries.scale)
+                seen = 0
+                for i in range(filled):
+                    seen = max(seen, min(ends[_picked(tile, i)], end) - begin)
+                padded = (seen + 15) & ~15
+                for i in range((seen + size - 1) // size):
+                    record: Any = np.int64(get_word(tile.records + 8 * i))
+                    address = scores + 4 * i * size
+                    score_keys(
+                        _TILE, 0, pool.tag, record, 0, tile.rows, dim, size, address, stride, pool.packed, tile.spare
+                    )
+                if queries.softcap > 0.0:
+                    soften_scores(4, scores, stride, padded, queries.softcap)
+                if masked:
+                    for token in range(0, padded, 16):
+                        mark = load_f32(tile.marks + 4 * token)
+                        for i in range(4):
+                            address = scores + i * stride + 4 * token
+                            store(address, choose_less(zero, mark, load_f32(address), none))
+                for i in range(filled):
+                    clear_scores(1, scores + i * stride, stride, min(ends[_picked(tile, i)] - begin, seen), padded)
+                take(tile, begin, filled, padded, *args)
+
+    return borrowing(over, inline=True)
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _add_masses(tile: Any, begin: int, filled: int, padded: int, state: int, peaks: int) -> None:
+    """Take scores into the peaks and masses of a task's rows, at `state`; peaks: scratch for 12 float32."""
+    for i in range(filled):
+        put(peaks + 4 * i, get(state + 4 * _picked(tile, i)))
+        put(peaks + 16 + 4 * i, get(state + 4 * (_ROWS + _picked(tile, i))))
+    softmax_step(filled, tile.scores, tile.stride, padded, peaks, peaks + 16, peaks + 32)
+    for i in range(filled):
+        put(state + 4 * _picked(tile, i), get(peaks + 4 * i))
+        put(state + 4 * (_ROWS + _picked(tile, i)), get(peaks + 16 + 4 * i))
+
+
+_sum_masses = _by_score_tiles(_add_masses)
 
 
 @kernel
@@ -205,39 +214,26 @@ def lse_kernel(
 ) -> None:  # fmt: skip
     """One task = up to 128 rows of one (row, KV head) and `share` tokens; the last one of the rows merges the parts."""
     batch, query_heads, count, dim = queries.query.shape
-    kv_heads, stop = queries.kv_heads, queries.stop
-    rows = query_heads // kv_heads * count
+    rows = query_heads // queries.kv_heads * count
     runs = (rows + _ROWS - 1) // _ROWS
-    memory, tile = _make_tile(pool, dim, 0)
+    memory, tile = _make_tile(pool, dim)
     limits, states = np.empty(_ROWS, np.int64), np.empty(12, np.float32)
-    totals = lse.reshape(batch * kv_heads, rows)
+    totals = lse.reshape(batch * queries.kv_heads, rows)
     peaks = address_of(states)
     partial_step = 4 * partial.shape[1]
     task = count_up(ticket, 0)
     while task < tasks:
         run, part = task // parts, task % parts
         head, first_row = run // runs, run % runs * _ROWS
-        b, h = head // kv_heads, head % kv_heads
         ends = limits[: min(_ROWS, rows - first_row)]
-        _find_ends(ends, first_row, queries, pool.valid[b])
-        source = address_of(queries.query) + 4 * (head * rows + first_row) * dim
+        _find_ends(ends, first_row, queries, pool.valid[head // queries.kv_heads], 0)
         state = address_of(partial) + task * partial_step
         for i in range(len(ends)):
             put(state + 4 * i, NOTHING)
             put(state + 4 * (_ROWS + i), np.float32(0.0))
         low = queries.first + part * share
-        for begin in range(low, min(low + share, stop), tile.width):
-            end, masked = _open_step(tile, pool, b, h, dim, begin, min(begin + tile.width, low + share, stop))
-            row = 0 if end > begin else len(ends)
-            while row < len(ends):
-                filled, padded, row = _score_rows(tile, pool, queries, source, ends, row, begin, end, masked)
-                for i in range(filled):
-                    put(peaks + 4 * i, get(state + 4 * _picked(tile, i)))
-                    put(peaks + 16 + 4 * i, get(state + 4 * (_ROWS + _picked(tile, i))))
-                softmax_step(filled, tile.scores, tile.stride, padded, peaks, peaks + 16, peaks + 32)
-                for i in range(filled):
-                    put(state + 4 * _picked(tile, i), get(peaks + 4 * i))
-                    put(state + 4 * (_ROWS + _picked(tile, i)), get(peaks + 16 + 4 * i))
+        high = min(low + share, queries.stop)
+        _sum_masses(tile, pool, queries, head, first_row, ends, low, high, state, peaks)
         if count_up(finished, run) == parts - 1:
             origin, merged = address_of(partial) + run * parts * partial_step, totals[head, first_row:][: len(ends)]
             merge_masses(origin, parts, partial_step, len(ends), 0, 4 * _ROWS, merged)
@@ -247,12 +243,28 @@ def lse_kernel(
 
 
 @jit
-def _join_weights(scores: int, tokens: int, lse: float, coefficient: float, largest: bool, joined: int) -> None:
-    """joined += coefficient * exp(scores - lse), or the larger of both."""
-    shift, factor = splat(np.float32(lse)), splat(np.float32(coefficient))
-    for offset in range(0, 4 * tokens, 64):
-        weight, old = exp(load_f32(scores + offset) - shift), load_f32(joined + offset)
-        store(joined + offset, vmax(weight, old) if largest else fma(weight, factor, old))
+def _add_weights(
+    tile: Any, begin: int, filled: int, padded: int, count: int, lse: Array, coefficient: Array, joined: int,
+    stride: int,
+) -> None:  # fmt: skip
+    """joined += coefficient * exp(scores - lse), or the larger of both.
+
+    Args:
+        count: queries of a head.
+        lse: of the rows.
+        joined: address of token 0 of the first query head; those of the next ones are `stride` bytes apart each.
+    """
+    largest = coefficient.shape[0] == 0
+    for i in range(filled):
+        row, scores = _picked(tile, i), tile.scores + i * tile.stride
+        shift, factor = splat(lse[row]), splat(np.float32(1.0) if largest else coefficient[row % count])
+        target = joined + row // count * stride + 4 * begin
+        for token in range(0, padded, 16):
+            weight, old = exp(load_f32(scores + 4 * token) - shift), load_f32(target + 4 * token)
+            store(target + 4 * token, vmax(weight, old) if largest else fma(weight, factor, old))
+
+
+_join_weights = _by_score_tiles(_add_weights)
 
 
 @kernel
@@ -262,45 +274,22 @@ def weigh_kernel(
 ) -> None:  # fmt: skip
     """One task = up to `share` tokens of one (row, KV head)."""
     batch, query_heads, count, dim = queries.query.shape
-    kv_heads, stop, largest = queries.kv_heads, queries.stop, coefficient.shape[0] == 0
-    group = query_heads // kv_heads
-    rows = group * count
-    width = max(STEP_TOKENS, pool.block_size)
-    memory, tile = _make_tile(pool, dim, 4 * group * width)
-    sums, stride, ends = tile.more, tile.stride, np.empty(rows, np.int64)
-    totals = lse.reshape(batch * kv_heads, rows)
-    zero = splat(np.float32(0.0))
+    group = query_heads // queries.kv_heads
+    rows, heads, tokens = group * count, batch * queries.kv_heads, joined.shape[2]
+    memory, tile = _make_tile(pool, dim)
+    ends, totals, sums = np.empty(rows, np.int64), lse.reshape(heads, rows), joined.reshape(heads, group, tokens)
     task = count_up(ticket, 0)
     while task < tasks:
         head, part = task // parts, task % parts
-        b, h = head // kv_heads, head % kv_heads
-        _find_ends(ends, 0, queries, pool.valid[b])
+        _find_ends(ends, 0, queries, pool.valid[head // queries.kv_heads], skipped)
         for row in range(rows):
-            behind = queries.start + row % count + 1 - skipped
-            ends[row] = 0 if totals[head, row] == -np.inf else min(ends[row], behind)
-        source = address_of(queries.query) + 4 * head * rows * dim
+            if totals[head, row] == -np.inf:
+                ends[row] = 0
         low = queries.first + part * share
-        for begin in range(low, min(low + share, stop), width):
-            whole = min(begin + width, low + share, stop) - begin
-            end, masked = _open_step(tile, pool, b, h, dim, begin, begin + whole)
-            for g in range(group):
-                for token in range(0, whole, 16):
-                    store(sums + g * stride + 4 * token, zero)
-            row = 0 if end > begin else rows
-            while row < rows:
-                filled, padded, row = _score_rows(tile, pool, queries, source, ends, row, begin, end, masked)
-                for i in range(filled):
-                    at = _picked(tile, i)
-                    factor: Any = np.float32(1.0) if largest else coefficient[at % count]
-                    target = sums + at // count * stride
-                    _join_weights(tile.scores + i * stride, padded, totals[head, at], factor, largest, target)
-            for g in range(group):
-                address = address_of(joined) + 4 * ((head * group + g) * joined.shape[2] + begin)
-                for token in range(0, whole, 16):
-                    x = load_f32(sums + g * stride + 4 * token)
-                    if masked:
-                        x = choose_less(zero, load_f32(tile.marks + 4 * token), x, zero)
-                    store_first(address + 4 * token, whole - token, x)
+        high = min(low + share, queries.stop)
+        sums[head, :, low : low + (high - low + 15 & ~15)] = 0.0
+        target, stride = address_of(joined) + 4 * head * group * tokens, 4 * tokens
+        _join_weights(tile, pool, queries, head, 0, ends, low, high, count, totals[head], coefficient, target, stride)
         task = next_task(ticket)
     hold(memory)
 
@@ -377,7 +366,8 @@ def weigh_tokens(
         lse: float32 [B, Hq, Q], natural log of each query's sum of exp(score), no smaller than any score of its; a
             query with -inf is left out.
         coefficient: float32 [Q] or None.
-        joined: float32 [B, Hq, T'], T' at least `stop`, written: 0 where a token is not valid.
+        joined: float32 [B, Hq, T'], T' at least `stop` + 15, written: 0 where a token is not valid. Up to 15 tokens
+            from `stop` on are overwritten.
         skipped: how many of the newest tokens that a query sees, itself among them, get no weight from it.
 
     Raises:
@@ -391,8 +381,8 @@ def weigh_tokens(
         coefficient = _NO_COEFFICIENT
     else:
         require("coefficient", coefficient, F32, (count,))
-    if joined.shape[2] < queries.stop:
-        raise ValueError(f"joined holds {joined.shape[2]} tokens, fewer than stop {queries.stop}")
+    if joined.shape[2] < queries.stop + 15:
+        raise ValueError(f"joined holds {joined.shape[2]} tokens, fewer than 15 behind stop {queries.stop}")
     if skipped < 0:
         raise ValueError(f"skipped must not be negative, got {skipped}")
     heads = batch * queries.kv_heads
