@@ -75,20 +75,24 @@ def test_a_fault_is_not_taken_for_another_kind_of_layer(
     assert surfaces or all(predictor.adapter is None for predictor in cache._attachment.predictors)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_capture_and_adapter_give_the_real_query(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_predictions(model: PreTrainedModel, cache: Any, adapter: bool) -> None:
     """Given a layer's true input, capture and predictor give the query that the layer attends with, bit for bit."""
-    model = tiny_model(family)
-    cache = DynamicCache(config=model.config)
-    inputs, queries = record_step(model, cache, monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        inputs, queries = record_step(model, cache, patch)
     for layer, (hidden, args, kwargs), query in zip(find_layers(model)[1], inputs, queries, strict=True):
         assert torch.equal(capture_query(layer, hidden, args, kwargs), query)
         predictor = QueryPredictor(layer)
         for _ in range(2):
             assert torch.equal(predictor(hidden, args, kwargs), query)
-        assert (predictor.adapter is not None) == HAS_ADAPTER[family]
+        assert (predictor.adapter is not None) == adapter
     assert cache.get_seq_length() == 21  # nothing was taken in
     assert not probing()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_capture_and_adapter_give_the_real_query(family: str) -> None:
+    model = tiny_model(family)
+    check_predictions(model, DynamicCache(config=model.config), HAS_ADAPTER[family])
 
 
 def test_an_adapter_that_differs_in_one_bit_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
