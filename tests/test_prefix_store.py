@@ -664,7 +664,7 @@ def test_a_folder_that_cannot_be_written_is_read(make: Make, tmp_path: Path) -> 
         assert ask(store, ids(200))[:2] == (198, "disk")
         ask(store, ids(150, 1))
         with pytest.raises(OSError, match="Read-only"):
-            store.flush()
+            store.close()
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
