@@ -51,7 +51,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "quest": ("quest", {"budget": 256, "sinks": 16}),
     "h2o": ("h2o", {"heavy": 1, "recent": 1, "resident": None}),
     "infinigen": ("infinigen", {"alpha": float("inf"), "share": 1, "resident": None}),
-    "fixed-hybrid": ("fixed_hybrid", {"budget": 1, "sinks": 16, "local": 16, "resident": None}),
+    "fixed-hybrid": ("fixed_hybrid", {"budget": 1, "sinks": 16, "local": 16, "resident": None, "dense": False}),
     "fluxion": ("fluxion", {"predictor": ConstantPredictor(sinks=16, local=16), "resident": None}),
     "hgca": ("hgca", {"window": 40, "beta": 0.0, "resident": None}),
     "scout-drawn": ("scout", {"lookahead": "off", "samples": 2 * 10**9}),
