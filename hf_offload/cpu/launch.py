@@ -397,8 +397,8 @@ def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
-    if not hasattr(compiled, "overloads"):
-        raise TypeError(f"{compiled!r} is not a compiled kernel")
+    if not hasattr(compiled, "names"):
+        raise TypeError(f"{compiled!r} was not made by `kernel`; decorate it by that")
     key = compiled, _kinds_of(args)
     if key not in _layouts:
         kinds = numba.typeof(args)

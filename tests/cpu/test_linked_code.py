@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_offload.cpu.launch import Launch
+
 SOURCE = """
 from hf_offload.cpu.launch import jit, jit_for_python
 
@@ -38,3 +40,5 @@ def test_a_function_and_its_errors_are_the_callers(tmp_path: Path, monkeypatch: 
             module.roots(-1.0)
     with pytest.raises(TypeError, match="jit_for_python"):
         module.root(16.0)
+    with pytest.raises(TypeError, match="not made by `kernel`"):
+        Launch(module.root, 1, (16.0,), 0).run()
