@@ -76,8 +76,11 @@ class KernelCache(FunctionCache):
         return self._impl.rebuild(target_context, kept)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep the code compiled for a signature; warn if its file cannot be written."""
-        for environment in data._find_referenced_environments():  # of linked functions, as `rebuild` does
+        """Keep the code compiled for a signature; warn if its file cannot be written.
+
+        Linked functions have no code of their own: what they need to raise errors is set in the caller's, as on load.
+        """
+        for environment in data._find_referenced_environments():
             data.codegen.set_env(environment.env_name, environment)
         if self._folder is None or any(map(_is_foreign, _arguments(sig))) or not self._impl.check_cachable(data):
             return
