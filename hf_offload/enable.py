@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from hf_offload.fast_linear import LinearHandle
 from hf_offload.graph.cuda_graph import GraphedForward, graphed
 from hf_offload.hybrid_cache import HybridCache
 from hf_offload.model.hooks import CACHE_NAMES
+from hf_offload.model.installing import installing
 from hf_offload.model.model_support import NAME, check_attention, check_model, inside, on_device
 from hf_offload.policies.base import Policy
 
@@ -26,17 +26,6 @@ _PREPARE = "_prepare_cache_for_generation"
 An instance attribute of this name overrides the class's method. The method is private, but the smallest to replace: a
 wrapper of `generate` would have to repeat its decision on the cache, and a patched class would change other models.
 """
-_lock = threading.RLock()
-"""Held while a model is enabled or disabled."""
-
-
-def _renew() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread of the parent may have held the old one
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
 
 
 class _CacheMaker:
@@ -121,7 +110,7 @@ def enable(model: torch.nn.Module, policy: str | Policy = "scout", *, fast_linea
         ValueError: a knob that is not allowed, or a model that `HybridCache` does not support; the model is unchanged.
     """
     inner = _generating(model)
-    with _lock:
+    with installing():
         _refuse_other_threads(inner, "enable", _cache_maker(inner))
         _enable(model, inner, policy, fast_linear, knobs)
 
@@ -167,7 +156,7 @@ def disable(model: torch.nn.Module) -> None:
         ValueError: another thread is within an `enabled` block of the model.
     """
     inner = _generating(model)
-    with _lock:
+    with installing():
         _refuse_other_threads(inner, "disable", _cache_maker(inner))
         _disable(inner)
 
@@ -194,7 +183,7 @@ def enabled(
         TypeError, ValueError: as `enable`; or another thread is within a block that asks for something else.
     """
     inner, me = _generating(model), threading.get_ident()
-    with _lock:
+    with installing():
         maker = _cache_maker(inner)
         if maker is None or not maker.asks_for(policy, fast_linear, knobs):
             _refuse_other_threads(inner, "enable", maker)
@@ -206,7 +195,7 @@ def enabled(
     try:
         yield
     finally:
-        with _lock:
+        with installing():
             maker.blocks.remove(me)
             if not maker.blocks and not maker.stays:
                 _disable(inner)

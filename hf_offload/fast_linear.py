@@ -7,7 +7,6 @@ replaced, merged or offloaded weights need no code.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from typing import Any
@@ -19,21 +18,12 @@ from torch.utils._device import DeviceContext
 
 from hf_offload.cpu.kernels.linear import faster_than_torch, linear
 from hf_offload.cpu.launch import LaunchSequence
+from hf_offload.model.installing import installing
 
 _COUNT = "_fast_linear_handles"
 """The attribute of a served layer that counts the open handles."""
 
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-_lock = threading.Lock()
-
-
-def _renew() -> None:
-    global _lock
-    _lock = threading.Lock()  # another thread of the parent may have held the old one
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
 
 
 class FastLinear(nn.Linear):
@@ -159,7 +149,7 @@ class LinearHandle:
 
     def __init__(self, model: nn.Module) -> None:
         self._served: list[weakref.ref[nn.Module]] = []
-        with _lock:
+        with installing():
             for module in model.modules():
                 if type(module) in (nn.Linear, FastLinear) and "forward" not in module.__dict__:
                     module.__dict__[_COUNT] = module.__dict__.get(_COUNT, 0) + 1
@@ -173,7 +163,7 @@ class LinearHandle:
 
     def close(self) -> None:
         """Give back the layers; one that another handle serves, too, stays served. A second call does nothing."""
-        with _lock:
+        with installing():
             served, self._served = self._served, []
             for layer in (each() for each in served):
                 if layer is None or _COUNT not in layer.__dict__:

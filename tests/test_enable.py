@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,6 +122,29 @@ def test_threads_share_a_block_or_are_refused(model: PreTrainedModel) -> None:
     assert torch.equal(found[0].sequences, found[1].sequences)
     del found, requests
     assert traces(model) == before
+
+
+def test_threads_that_make_a_models_first_caches_share_its_hooks(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.set_attn_implementation("hybrid_sparse")
+    decoder, together = model.get_decoder(), threading.Barrier(2)
+
+    def hesitant() -> Any:
+        time.sleep(0.05)  # the other thread gets its turn while this one looks for the decoder
+        return decoder
+
+    def make(_: int) -> HybridCache:
+        together.wait(10)
+        return HybridCache(model, "full")
+
+    monkeypatch.setattr(model, "get_decoder", hesitant)
+    with ThreadPoolExecutor(2) as pool:
+        caches = list(pool.map(make, range(2)))
+    both = hooks_on(model)
+    caches.pop()
+    gc.collect()
+    assert hooks_on(model) == both > 0
 
 
 def test_knobs_are_checked_at_once_and_failures_leave_no_trace(model: PreTrainedModel) -> None:

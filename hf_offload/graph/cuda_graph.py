@@ -30,6 +30,7 @@ from hf_offload.graph.graph_capture import Capture, Recorder, undisturbed
 from hf_offload.graph.graph_support import ModelState, capture_bytes, doubt, lacking_room, tell_eager
 from hf_offload.graph.windows import Windows
 from hf_offload.model.hooks import CACHE_NAMES, find_cache, hybrid_layers
+from hf_offload.model.installing import installing
 
 
 class NotCaptured(RuntimeError):
@@ -562,8 +563,9 @@ def _identity(value: Any) -> Any:
 
 def graphed(model: nn.Module) -> GraphedForward:
     """Return the model's `GraphedForward`, an existing or a new one."""
-    graphed = getattr(model.__dict__.get("forward"), "_graphed", lambda: None)()
-    return graphed if isinstance(graphed, GraphedForward) else GraphedForward(model)
+    with installing():
+        graphed = getattr(model.__dict__.get("forward"), "_graphed", lambda: None)()
+        return graphed if isinstance(graphed, GraphedForward) else GraphedForward(model)
 
 
 def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:

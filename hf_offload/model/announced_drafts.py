@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_offload.model.hooks import find_cache
+from hf_offload.model.installing import installing
 from hf_offload.policies.base import Policy
 
 _TOKEN_AXES = {"input_ids": 1, "position_ids": -1, "token_type_ids": 1, "mm_token_type_ids": 1, "inputs_embeds": 1}
@@ -33,13 +34,14 @@ class Watch:
 
 def watch(model: nn.Module) -> Watch:
     """Return the model's `Watch`, an existing or a new one."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        watch = hook.watch() if isinstance(hook, _BeforeModel) else None
-        if watch is not None and watch.model() is model:
-            return watch
-        if isinstance(hook, _BeforeModel):  # of the model that this one is a copy of
-            del model._forward_pre_hooks[key]
-    return Watch(model)
+    with installing():
+        for key, hook in list(model._forward_pre_hooks.items()):
+            watch = hook.watch() if isinstance(hook, _BeforeModel) else None
+            if watch is not None and watch.model() is model:
+                return watch
+            if isinstance(hook, _BeforeModel):  # of the model that this one is a copy of
+                model._forward_pre_hooks.pop(key, None)
+        return Watch(model)
 
 
 def check_drafts(watch: Watch, policy: Policy, past: int) -> None:

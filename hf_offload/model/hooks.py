@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from hf_offload.cache.arrivals import unconsumed
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.torch_modes import uncompiled
 from hf_offload.model.drafts import predict_drafts
+from hf_offload.model.installing import installing
 from hf_offload.model.lookahead import PROBING, QueryPredictor, probing
 from hf_offload.model.model_support import exchanges
 
@@ -38,7 +38,6 @@ class Attachment:
         self.stack, self.layers = find_layers(model)
         self._layer_handles: list[RemovableHandle] = []
         self.predictors = [QueryPredictor(layer, short_cut=not exchanges(model)) for layer in self.layers]
-        self._lock = threading.Lock()
         self._looking: weakref.WeakSet[Any] = weakref.WeakSet()
         """The caches that look ahead."""
         ref = weakref.ref(self)
@@ -50,7 +49,7 @@ class Attachment:
 
     def _hook_layers(self, cache: Any) -> None:
         """Hook each decoder layer while a cache that looks ahead lives: the hooks cost time in every layer and step."""
-        with self._lock:
+        with installing():
             if cache.looks_ahead:
                 self._looking.add(cache)
             if self._looking and not self._layer_handles:
@@ -160,15 +159,16 @@ def _same(a: Any, b: Any) -> bool:
 def attach(model: PreTrainedModel) -> Attachment:
     """Return the model's hooks, existing or new ones; they are removed when the last reference goes."""
     stack, layers = find_layers(model)
-    for module in (stack, *layers):
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                attachment = hook.attachment() if isinstance(hook, _Hook) else None
-                if attachment is not None and attachment.stack is stack:
-                    return attachment
-                if isinstance(hook, _Hook):  # of the model that this one is a copy of
-                    del hooks[key]
-    return Attachment(model)
+    with installing():
+        for module in (stack, *layers):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in list(hooks.items()):
+                    attachment = hook.attachment() if isinstance(hook, _Hook) else None
+                    if attachment is not None and attachment.stack is stack:
+                        return attachment
+                    if isinstance(hook, _Hook):  # of the model that this one is a copy of
+                        hooks.pop(key, None)
+        return Attachment(model)
 
 
 def find_layers(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
