@@ -13,18 +13,16 @@ from typing import Any, NoReturn, TypeVar, cast
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba.core import types
 from numba.core.registry import CPUDispatcher
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from hf_offload.cpu.simd.vectors import lowered, pointer
-
 from .kernel_cache import KernelCache, note_source
+from .kernel_entry import KernelCompiler, entry_of, lay_out
 from .linked_code import LinkedCompiler
 from .memory import count_up, get_word, put_word
-from .openmp_team import ALONE, ENTRY, call_entry, call_team, team
+from .openmp_team import ALONE, call_entry, call_team, team
 
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -209,7 +207,7 @@ class _Bound:
 
     Args:
         entry: address of the C function that calls the kernel.
-        argument: address of that function's argument: the kernel's address, then its arguments.
+        argument: address of that function's argument: the kernel's arguments.
         words: int64, the memory at `argument`.
         offsets: indices into `words` of ticket, tasks and the other arguments.
     """
@@ -284,7 +282,8 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
 
     Its attribute `names` lists its arguments.
     """
-    compiled: Any = _Internal(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True})
+    options = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": False}
+    compiled: Any = _Internal(function, targetoptions=options, pipeline_class=KernelCompiler)
     compiled._cache = KernelCache(function, for_python=False)
     compiled.names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return cast(Callable[..., None], compiled)
@@ -321,65 +320,8 @@ def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
     return _ALL_DONE
 
 
-def _stored(context: Any, args: Any) -> Any:
-    """LLVM type of an entry's argument: the kernel's address, then the kernel's arguments."""
-    return ir.LiteralStructType([ir.IntType(64), context.get_value_type(args)])
-
-
-def _borrow(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    """The value with arrays that own no memory, so that no thread counts references to them."""
-    if isinstance(kind, types.Array):
-        array = context.make_array(kind)(context, builder, value)
-        array.meminfo = ir.Constant(array.meminfo.type, None)
-        array.parent = ir.Constant(array.parent.type, None)
-        return array._getvalue()
-    if isinstance(kind, types.BaseTuple):
-        for i, element in enumerate(cast(Any, kind)):
-            part = _borrow(context, builder, element, builder.extract_value(value, i))
-            value = builder.insert_value(value, part, i)
-        return value
-    assert not context.data_model_manager[kind].contains_nrt_meminfo(), f"a kernel argument of type {kind}"
-    return value
-
-
-def _offsets_of(context: Any, args: Any) -> tuple[int, ...]:
-    """Offset in bytes of each argument in `_stored`, and the size of the whole."""
-    data, kind = context.target_data, _stored(context, args)
-    begin, count = kind.get_element_offset(data, 1), len(args.types)
-    addresses = [begin + kind.elements[1].get_element_offset(data, i) for i in range(count)]
-    return (*addresses, kind.get_abi_size(data))
-
-
-@lowered
-def _emit_entry(typing: Any, target: Any, args: Any, argument: Any) -> Any:
-    """Write `target` (a function's address) and `args` to `argument`; return the `ENTRY` that makes the call."""
-
-    def emit(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-        kind, convention = _stored(context, args), context.call_conv
-        call = builder.insert_value(ir.Constant(kind, ir.Undefined), values[0], 0)
-        call = builder.insert_value(call, _borrow(context, builder, args, values[1]), 1)
-        builder.store(call, pointer(builder, values[2], kind))
-        entry = ir.Function(builder.module, ENTRY, builder.module.get_unique_name("entry"))
-        entry.linkage = "internal"
-        inner = ir.IRBuilder(entry.append_basic_block())
-        stored = inner.load(inner.bitcast(entry.args[0], kind.as_pointer()))
-        function = convention.get_function_type(types.none, args.types).as_pointer()
-        each = [inner.extract_value(stored, (1, i)) for i in range(len(args.types))]
-        compiled = inner.inttoptr(inner.extract_value(stored, 0), function)
-        convention.call_function(inner, compiled, types.none, args.types, each)  # an exception shows as undone tasks
-        inner.ret_void()
-        return builder.ptrtoint(entry, ir.IntType(64))
-
-    return types.int64(types.int64, args, types.int64), emit
-
-
-@jit_for_python
-def _enter(target: int, args: Any, argument: int) -> int:
-    return int(_emit_entry(target, args, argument))
-
-
 _layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
-"""Address and argument offsets of compiled kernels, by kernel and `_kinds_of`: `numba.typeof` is slow."""
+"""What `entry_of` returns, by kernel and `_kinds_of`: `numba.typeof` is slow."""
 
 
 def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -399,16 +341,16 @@ def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
     if not hasattr(compiled, "names"):
         raise TypeError(f"{compiled!r} was not made by `kernel`; decorate it by that")
+    args = tuple([int(x) if type(x) is bool else x for x in args])
     key = compiled, _kinds_of(args)
     if key not in _layouts:
-        kinds = numba.typeof(args)
-        compiled.compile(kinds.types)
-        result = compiled.overloads[kinds.types]
-        target = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
-        _layouts[key] = target, tuple([number // 8 for number in _offsets_of(compiled.targetctx, kinds)])
-    target, (*offsets, words) = _layouts[key]
-    memory: Array = np.zeros(words + 1, np.int64)
-    return _Bound(_enter(target, args, memory.ctypes.data), memory.ctypes.data, memory.data, tuple(offsets))
+        _layouts[key] = entry_of(compiled, numba.typeof(args).types)
+    entry, (*offsets, size) = _layouts[key]
+    words: list[int] = []
+    lay_out(args, words)
+    assert len(words) == size, f"{len(words)} words of {args}"
+    memory: Array = np.array(words, np.int64)
+    return _Bound(entry, memory.ctypes.data, memory.data, tuple(offsets))
 
 
 @jit

@@ -22,6 +22,8 @@ from hf_offload import HybridCache
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.blocks.host_format import FORMATS
 from hf_offload.cpu import launch
+from hf_offload.cpu.kernels.decode_attention import attention_kernel
+from hf_offload.cpu.kernels.prefill import prefill_kernel
 from hf_offload.policies.registry import POLICIES
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "extending.md"
@@ -366,7 +368,8 @@ def test_the_format_keeps_older_blocks_in_half_the_memory(
 def test_no_kernel_on_disk_needs_the_format(llama: PreTrainedModel, own: dict[str, Any]) -> None:
     """Another process, which has no such module, reads the same files."""
     feed(llama, HybridCache(llama, "full", host_dtype="bfloat16", **KNOBS["one"]), prompt(2, 400)[0], 0, 390, 390)
-    files = [file for compiled in (launch._enter, launch._call) for file in compiled._cache.files()]  # type: ignore[attr-defined]
+    kernels = launch._call, launch._run_all, attention_kernel, prefill_kernel
+    files = [file for compiled in kernels for file in compiled._cache.files()]  # type: ignore[attr-defined]
     assert files
     assert not any(b"own_format" in file.read_bytes() for file in files)
 

@@ -113,7 +113,7 @@ class Selector:
             sinks, newest: attention of the query to them, in host memory when the launch runs.
         """
         padding, chosen = step.store.padding, self.chosen
-        rows = Rows(chosen.first, chosen.end, padding.first, padding.valid, padding.ragged, step.block_size)
+        rows = Rows(chosen.first, chosen.end, padding.first, padding.valid, int(padding.ragged), step.block_size)
         return predict_properties(
             predictor.network, predictor.prompt, self.query, sinks, newest, rows, self.properties, length=step.length
         )

@@ -192,7 +192,7 @@ class Step:
     def needs(self, network: Network, threads: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shape = self.query.shape[:2]
         made = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32), np.full(shape, 7, np.uint8)
-        rows = Rows(self.first, self.end, self.begins, self.valid, shape[0] > 1, 16)
+        rows = Rows(self.first, self.end, self.begins, self.valid, int(shape[0] > 1), 16)
         launch = predict_properties(
             network, self.known, self.query, self.sinks, self.near, rows, made, length=self.length
         )

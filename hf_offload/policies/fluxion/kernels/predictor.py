@@ -206,7 +206,7 @@ class Rows(NamedTuple):
         first: int32 [B], the first block on the host; end: where the host's blocks end, in every row.
         begins: int32 [B], the first valid token.
         valid: uint8 [B, T], 1 where a token counts.
-        ragged: whether any token behind a row's first valid one may not count.
+        ragged: 1 if any token behind a row's first valid one may not count, or 0.
         block_size: tokens of a block.
     """
 
@@ -214,7 +214,7 @@ class Rows(NamedTuple):
     end: int
     begins: Array
     valid: Array
-    ragged: bool
+    ragged: int
     block_size: int
 
 
@@ -237,7 +237,7 @@ def _mixed_norm(x: int, y: int, share: float, dim: int) -> float:
 
 
 @jit_for_python
-def count_tokens(valid: Array, ragged: bool, begin: int, first: int, end: int, length: int) -> tuple[int, int]:
+def count_tokens(valid: Array, ragged: int, begin: int, first: int, end: int, length: int) -> tuple[int, int]:
     """Valid tokens of a row: those of first..end-1, and all others below `length`; begin: the first valid one."""
     if not ragged:
         return end - first, length - begin - (end - first)

@@ -242,7 +242,8 @@ class Choice(NamedTuple):
     """A choice as kernels take it: the blocks, what scores them, and what each head takes of them.
 
     Args:
-        digest, query, table, budgets, masses, sums: as in `retrieve_blocks`; the choice is written to `chosen`.
+        digest, query, table, budgets, masses: as in `retrieve_blocks`; the choice is written to `chosen`.
+        sums: the same, as 1 or 0.
         full, rest: of the query heads, see `launch.head_tiles`.
         scale, cap: of the scores.
     """
@@ -254,7 +255,7 @@ class Choice(NamedTuple):
     table: Array
     scale: float
     cap: Any
-    sums: bool
+    sums: int
     budgets: Any
     masses: Array
     chosen: Any
@@ -383,9 +384,7 @@ def retrieve_blocks(
         )
     cost = check_digest(digest, query.shape, kv_heads, end)
     chunks, finished = max(1, -(-end // CHUNK_BLOCKS)), np.zeros(batch * kv_heads, np.int64)
-    choice = Choice(
-        digest, full, rest, query, table, float(scale), cap_of(softcap), bool(sums), budgets, masses, chosen
-    )
+    choice = Choice(digest, full, rest, query, table, float(scale), cap_of(softcap), int(sums), budgets, masses, chosen)
     return Launch(retrieve_kernel, batch * kv_heads * chunks, (choice, finished), cost, counters=finished)
 
 
