@@ -10,7 +10,7 @@ from hf_offload.blocks.digests import DIGESTS
 from hf_offload.policies.fluxion.block_attention import BLOCK, Partial, in_runs, join_blocks
 
 GRANULARITIES = (1, 16, 32, 64, 128)
-"""Tokens of a block, by which budgets are found; 1 in training only."""
+"""Tokens of a block, by which budgets are computed; 1 in training only."""
 _FIRST, _MOST = 64, 1024  # entries of a ranking per pass: the first pass, and at most
 
 
@@ -62,14 +62,14 @@ def needed_at_blocks(
     Returns:
         `[B, Hq, granularities − 1, taus]`, shares of the host's tokens.
     """
-    sizes, found = in_runs(valid.float(), BLOCK).sum(-1), []
+    sizes, shares = in_runs(valid.float(), BLOCK).sum(-1), []
     for granularity in GRANULARITIES[1:]:
         run = granularity // BLOCK
         out, lse = join_blocks(blocks, run)
         owner = torch.arange(lse.shape[0] * lse.shape[1], device=lse.device)
         joined, tokens = join_scores(scores, run, digest), in_runs(sizes, run).sum(-1)[:, None].expand(lse.shape)
-        found.append(needed_share(kept, out.flatten(0, 1), owner, lse, joined, tokens, full, limit))
-    return torch.stack(found, 2)
+        shares.append(needed_share(kept, out.flatten(0, 1), owner, lse, joined, tokens, full, limit))
+    return torch.stack(shares, 2)
 
 
 def needed_share(

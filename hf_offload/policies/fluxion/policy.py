@@ -67,8 +67,8 @@ class FluxionState(SelectorState):
     def load(self, layer: HybridLayer, tensors: dict[str, torch.Tensor]) -> None:
         self.predictor, self.blocks = None, 0
         if tensors:
-            found = {n: x.to(layer.device, copy=True) for n, x in tensors.items() if n != "blocks"}
-            self.learn(PromptStatistics(**found), int(tensors["blocks"]))
+            own = {n: x.to(layer.device, copy=True) for n, x in tensors.items() if n != "blocks"}
+            self.learn(PromptStatistics(**own), int(tensors["blocks"]))
 
 
 def _constant(saved: Mapping[str, Any]) -> ConstantPredictor:

@@ -172,8 +172,8 @@ class HeadPredictor(nn.Module):
         inverse = torch.where(deviation > 1e-6 * (1 + mean.abs()), 1 / deviation, 0.0)  # 0 for a constant feature
         self.inverse.copy_(inverse)
         self.offset.copy_(-mean * inverse)
-        for end, found in ((self.low, features.amin(0)), (self.high, features.amax(0))):
-            end.copy_(torch.addcmul(self.offset, found, self.inverse).clamp_(-LIMIT, LIMIT))
+        for end, extreme in ((self.low, features.amin(0)), (self.high, features.amax(0))):
+            end.copy_(torch.addcmul(self.offset, extreme, self.inverse).clamp_(-LIMIT, LIMIT))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """budget0, slope and the logit of streaming, `[…, 3]`, from `[…, 41]`."""
@@ -310,19 +310,19 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
     """Header and tensors of a file, shared by all callers: read only."""
     name = os.fspath(path)
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"predictor={name!r}: there is no such file; write one with `hf-offload train-fluxion`"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"predictor={shown(name)} is no name of a file ({error}); name a predictor's file") from error
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         inside = os.path.join(name, "predictor.safetensors")
         raise ValueError(f"predictor={name!r} is a folder; name the file in it, such as {inside!r}")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"predictor={name!r} is a device or a pipe; name a predictor's file")
-    return _read(name, (found.st_ino, found.st_mtime_ns, found.st_size))
+    return _read(name, (status.st_ino, status.st_mtime_ns, status.st_size))
 
 
 @functools.lru_cache(maxsize=4)
@@ -361,11 +361,11 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:
     """The checksum of a file's contents: sha256 of its header and of every tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(about.encode())
+    digest = hashlib.sha256(about.encode())
     for name, tensor in sorted(tensors.items()):
-        found.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> None:

@@ -321,7 +321,7 @@ class ScheduledHostPartial(SelectedHostPartial):
         return (Partial(self.device.out, self.device.lse),)
 
     def result(self) -> HostResult:
-        found = super().result()
+        result = super().result()
         ended = self._device_ended - self._began, self._ended - self._began
         self._counts.count_shares(len(self._taken), self._all, *ended, self._busy, self.queue.threads)
         volumes, pace = self.selector.volumes, self.queue.pace
@@ -330,4 +330,4 @@ class ScheduledHostPartial(SelectedHostPartial):
             pace.learn(DEVICE, device, self._device_ended - self._began)
         self._tried = self._tried or bool(self._taken)
         pace.learn(CPU, float(volumes.sum()) - device, self._busy)
-        return found
+        return result

@@ -134,8 +134,8 @@ class Selector:
         for part in (spans, runs, counts):
             part.fill(0)
         self.lse.fill(-np.inf)
-        found = rank_tasks(self._budgets(store), first, end, spans, self.volumes, self._order)
-        return self._order[:found]
+        count = rank_tasks(self._budgets(store), first, end, spans, self.volumes, self._order)
+        return self._order[:count]
 
     def _budgets(self, store: BlockStore) -> Budgets:
         return Budgets(
@@ -232,9 +232,9 @@ class SelectedHostPartial(BlockHostPartial):
 
     def result(self) -> HostResult:
         """Wait for the job; what the merge needs."""
-        found = super().result()
+        result = super().result()
         self._counts.count(self.selector.chosen)
-        return found
+        return result
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class SelectionCounts:
 
         Args:
             device_tasks, tasks: how many the device took, and how many there were.
-            device, cpu: seconds after which the device and the CPU found none left.
+            device, cpu: seconds after which the device and the CPU had none left.
             busy: seconds that the CPU's threads spent on tasks, all together; threads: how many there are.
         """
         last = max(device, cpu)

@@ -237,10 +237,10 @@ class HostBuffers:
 
 def _buffers_of(step: CpuStep) -> HostBuffers:
     key = "fluxion", step.buffers.query.shape
-    found: HostBuffers | None = step.layer.step_buffers.get(key)
-    if found is None:
-        found = step.layer.step_buffers[key] = HostBuffers(step)
-    return found
+    buffers: HostBuffers | None = step.layer.step_buffers.get(key)
+    if buffers is None:
+        buffers = step.layer.step_buffers[key] = HostBuffers(step)
+    return buffers
 
 
 # --- two memories ----------------------------------------------------------------------------------------------------
@@ -253,11 +253,11 @@ def _attend_local_on_device(step: SplitStep) -> Local:
         local = step.layer.step_buffers["fluxion"] = LocalBlocks(
             step.block_size, functools.partial(_sent, store.device)
         )
-    found = []
+    partials = []
     for selection, index in local.parts(_sink_blocks(step), step.host_end, step.num_blocks, store.num_kv_heads):
         out, lse = step.attend_device(replace(selection, slots=step.resident.slot_of.gather(2, index)))
-        found.append(merge(out, lse, None, step.query, None, scale=step.scores.scale, dtype=torch.float32))
-    return Local(step.query, *found)
+        partials.append(merge(out, lse, None, step.query, None, scale=step.scores.scale, dtype=torch.float32))
+    return Local(step.query, *partials)
 
 
 def _sent(device: torch.device, selection: Selection) -> tuple[Selection, torch.Tensor]:

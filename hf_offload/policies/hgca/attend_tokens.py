@@ -66,18 +66,18 @@ def queue_attention(step: CpuStep, window: Selection, samples: int) -> tuple[Par
         scores = step.layer.step_buffers.get(key)  # of the window's tokens
         if scores is None or scores.shape != shape:
             scores = step.layer.step_buffers[key] = np.empty(shape, np.float32)
-    found = [step.attention(window, "CPU attention", scores)]
+    partials = [step.attention(window, "CPU attention", scores)]
     if scores is not None:
-        _queue_averages(step, mass, scores, found[0].lse)
+        _queue_averages(step, mass, scores, partials[0].lse)
     now, arrays = mass.now, mass.now.retained.arrays
     step.as_long_as(lambda: mass.now is now and all(map(operator.is_, now.retained.arrays, arrays)))
     if now.retained.counts.any():
         target = step.output_buffers()
         step.add(_attention(now.retained, query, *target, step.scores), "attention to retained tokens")
-        found.append(target)
+        partials.append(target)
     if samples and now.evicted:
-        found.append(_queue_rescue(step, mass, window, samples))
-    return tuple(found)
+        partials.append(_queue_rescue(step, mass, window, samples))
+    return tuple(partials)
 
 
 def _queue_rescue(step: CpuStep, mass: TokenMass, window: Selection, samples: int) -> Partial:
@@ -266,15 +266,15 @@ def attend_on_both_sides(step: SplitStep, window: Selection | None, samples: int
             lambda kept: kept.form == (query.shape, 0), lambda: RetainedHostPartial(layer, query)
         )
         partial.attend(step, mass, samples)
-    found = step.attend_device(window)
+    device = step.attend_device(window)
     if step.fresh:
         assert mass.resident is not None
         average, rows = mass.resident.average, mass.rows_at_padding(step.length)
         before = None if rows is None else average[rows]
         update_weights(
             average, step.query, step.resident.pool, window.slots, window.items, window.counts, step.limits,
-            step.valid, found.lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
+            step.valid, device.lse.logsumexp(-1), **step.scores._asdict(), **mass.step_update,
         )  # fmt: skip
         if before is not None:
             average[rows] = before
-    return (found,) if partial is None else (found, partial)
+    return (device,) if partial is None else (device, partial)

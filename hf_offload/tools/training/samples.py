@@ -125,7 +125,7 @@ class Sampling:
     Args:
         interval: tokens between two anchors; a prompt ends at each multiple of it.
         steps: decode steps drawn at random between an anchor and the next.
-        taus: deviations that budgets are found for.
+        taus: deviations that budgets are computed for.
         digest: by whose scores blocks are chosen.
         sinks, local: first and newest tokens that are always attended, in whole blocks.
     """

@@ -98,23 +98,23 @@ def _room(*shape: Any) -> Array:
     """Zeros, aligned to a cache line; a tensor `[n]` as the last size is copied to their front."""
     given = shape[-1] if isinstance(shape[-1], torch.Tensor) else None
     with torch.inference_mode(False):
-        found: Array = torch.zeros(shape if given is None else shape[:-1], dtype=torch.float32, device="cpu").numpy()
+        zeros: Array = torch.zeros(shape if given is None else shape[:-1], dtype=torch.float32, device="cpu").numpy()
     if given is not None:
-        found[: len(given)] = given.detach().float().cpu().numpy()
-    return found
+        zeros[: len(given)] = given.detach().float().cpu().numpy()
+    return zeros
 
 
 def _columns(weight: torch.Tensor, bias: torch.Tensor, inputs: int, padded: int) -> Array:
     wide = np.zeros((padded, inputs + 1), np.float32)
     wide[: weight.shape[0], : weight.shape[1]] = weight.detach().float().cpu().numpy()
     wide[: len(bias), -1] = bias.detach().float().cpu().numpy()
-    found = _room(padded // _COLUMNS, inputs + 1, _COLUMNS // 2).view(np.int16)  # the memory of two is one float's
+    columns = _room(padded // _COLUMNS, inputs + 1, _COLUMNS // 2).view(np.int16)  # the memory of two is one float's
     with np.errstate(over="ignore"):
         halves = wide.astype(np.float16).view(np.int16)
-    found[:] = halves.reshape(padded // _COLUMNS, _COLUMNS, inputs + 1).transpose(0, 2, 1)
-    if not np.isfinite(found.view(np.float16)).all():
+    columns[:] = halves.reshape(padded // _COLUMNS, _COLUMNS, inputs + 1).transpose(0, 2, 1)
+    if not np.isfinite(columns.view(np.float16)).all():
         raise ValueError("the network has weights that are no float16; train it with standardised features")
-    return found
+    return columns
 
 
 @jit
@@ -326,10 +326,10 @@ def step_features(
     Raises:
         ValueError, TypeError: as in `predict_properties`.
     """
-    found = np.empty((*query.shape[:2], _check_step(prompt, query, sinks, local)), np.float32)
+    features = np.empty((*query.shape[:2], _check_step(prompt, query, sinks, local)), np.float32)
     for b, row in enumerate(lengths):
-        write_features(prompt, query, sinks, local, row, b, 0, found[b])
-    return found
+        write_features(prompt, query, sinks, local, row, b, 0, features[b])
+    return features
 
 
 def _check_step(prompt: PromptArrays, query: Array, sinks: tuple[Array, Array], local: tuple[Array, Array]) -> int:

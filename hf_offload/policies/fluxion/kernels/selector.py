@@ -154,7 +154,7 @@ def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Arra
         order: int32 [B * Hkv], written up to the number returned: row * Hkv + KV head; of equal ones the first.
     """
     batch, kv_heads = spans.shape
-    group, found = budgets.budget0.shape[1] // kv_heads, 0
+    group, ranked = budgets.budget0.shape[1] // kv_heads, 0
     for line in range(batch * kv_heads):
         b, h = line // kv_heads, line % kv_heads
         span = choose_granularity(budgets, b, h, group)
@@ -164,13 +164,13 @@ def rank_tasks(budgets: Any, first: Array, end: int, spans: Array, volumes: Arra
             continue
         total = sum_budgets(budgets, b, h, group, span)
         volumes[line] = (budgets.digest_bytes + budgets.block_bytes * total) * blocks
-        rank = found
+        rank = ranked
         while rank > 0 and volumes[order[rank - 1]] < volumes[line]:
             order[rank] = order[rank - 1]
             rank -= 1
         order[rank] = line
-        found += 1
-    return found
+        ranked += 1
+    return ranked
 
 
 @jit_for_python
