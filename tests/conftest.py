@@ -22,6 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is import
 import pytest
 from defaults import default
 from filelock import FileLock
+from tiny import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.blocks import digests
@@ -47,6 +48,23 @@ def real_statistics(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Digests of a real model as users have them."""
     if "smollm2" in request.fixturenames:
         monkeypatch.setattr(digests, "STATISTICS_TOKENS", STATISTICS_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def model(llama: PreTrainedModel) -> PreTrainedModel:
+    """The model of a file that needs no other."""
+    return llama
+
+
+@pytest.fixture(scope="module")
+def stock() -> PreTrainedModel:
+    """The same with Transformers' own attention."""
+    return tiny_model("llama", "sdpa")
 
 
 @pytest.hookimpl(wrapper=True)

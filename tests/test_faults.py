@@ -10,7 +10,7 @@ import pytest
 import torch
 from breaking import FAULTS, SETTINGS, Broken, Nth, tokens
 from histories import History, check_books, empty
-from tiny import begin, decode, forward, prompt, tiny_model
+from tiny import begin, decode, forward, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
@@ -153,11 +153,6 @@ def test_memory_that_nobody_wrote_is_never_read(monkeypatch: pytest.MonkeyPatch,
 KNOBS: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 8, "prefill_tile": 64}
 SPLIT: dict[str, Any] = {"tier": "split", "resident": 64}
 TILES = r"no host memory left for tiles of cached.*a smaller prefill_tile"
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 def impossible(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -21,16 +21,6 @@ COVERING: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size
 TIERS = {"one": {"tier": "one"}, "split": {"tier": "split", "resident": 4 * BLOCK}}
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def stock() -> PreTrainedModel:
-    return tiny_model("llama", "sdpa")
-
-
 def hooks_on(model: PreTrainedModel) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 

@@ -6,17 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import feed, prompt, tiny_model
+from tiny import feed, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 
 KNOBS: dict[str, Any] = {"block_size": 16}
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])

@@ -31,11 +31,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def caches(model: PreTrainedModel) -> list[HybridCache]:
     """Two caches, which differ in length."""
     made = []

@@ -16,7 +16,7 @@ import torch
 from breaking import SETTINGS
 from histories import Setting
 from test_hybrid_cache import hooks_on
-from tiny import DEVICE, prompt, tiny_model
+from tiny import DEVICE, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
@@ -24,11 +24,6 @@ from hf_offload.model.hooks import hybrid_layers
 from hf_offload.policies.hgca.token_mass import TokenMass
 
 Act = Callable[[PreTrainedModel, HybridCache], None]
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 @pytest.fixture(autouse=True)

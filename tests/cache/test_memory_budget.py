@@ -19,11 +19,6 @@ SCOUT: dict[str, Any] = {"budget": 128, "sinks": 16, "recent": 0}
 SLOT = 2 * 2 * BLOCK * 16 * 4  # bytes of a slot of both KV heads of one row, one layer
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def take_in(model: PreTrainedModel, cache: HybridCache, rows: int, length: int) -> None:
     ids, mask = prompt(rows, length)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import feed, prompt, tiny_model
+from tiny import feed, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
@@ -44,11 +44,6 @@ class Card:
         """As `free_device_memory`."""
         sets = [layer.resident for cache in self.caches for layer in cache.transaction.hybrid]
         return self.nbytes - self.others - sum(each.nbytes for each in sets if each is not None)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 @pytest.fixture

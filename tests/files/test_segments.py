@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pools import used_blocks
-from tiny import ONE_MEMORY, prompt, tiny_model
+from tiny import ONE_MEMORY, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
@@ -60,11 +60,6 @@ class Family:
         for x, y in zip(loaded, cache, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(x[:2], y[:2], strict=True))
         return loaded
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 @pytest.fixture

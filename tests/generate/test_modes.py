@@ -196,11 +196,6 @@ def ours() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def stock() -> PreTrainedModel:
-    return tiny_model("llama", "sdpa")
-
-
-@pytest.fixture(scope="module")
 def wanted() -> dict[Any, torch.Tensor]:
     """Tokens of stock caches, by mode and rows."""
     return {}

@@ -68,11 +68,6 @@ class Drafter:
         """Nothing is learnt."""
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def generate(model: PreTrainedModel, cache: Any, ids: torch.Tensor, new: int = NEW, **options: Any) -> Any:
     return model.generate(
         ids, past_key_values=cache, max_new_tokens=new, do_sample=False, return_dict_in_generate=True,

@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 from model.test_drafts import BLOCK, SMALL, feed
-from tiny import DEVICE, prompt, tiny_model
+from tiny import DEVICE, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.attention import interface as function
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 def test_what_cannot_be_attended_one_by_one_is_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

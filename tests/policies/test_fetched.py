@@ -17,11 +17,6 @@ from hf_offload.blocks.resident_set import ResidentSet
 LENGTH, STEPS = 300, 12
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def decode(model: PreTrainedModel, policy: str, rows: int = 1, **options: Any) -> tuple[HybridCache, torch.Tensor]:
     """A cache that has generated some tokens, and these."""
     cache = HybridCache(model, policy, block_size=16, **options)

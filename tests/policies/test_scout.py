@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import DEVICE, feed, prompt, tiny_model
+from tiny import DEVICE, feed, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache, Scout
@@ -20,11 +20,6 @@ SMALL: dict[str, Any] = {"budget": 96, "sinks": 16, "recent": 16}
 SELECTED: dict[str, Any] = {"attend_resident": "selected"}
 CPU = torch.device("cpu")
 CACHE: dict[str, Any] = {"block_size": 16, "resident": 144}
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 def decode(model: PreTrainedModel, cache: HybridCache, steps: int = 20) -> list[int]:

@@ -19,11 +19,6 @@ COVERING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def take_in(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Let a cache take in tokens `[B, n]`; their logits."""
     with torch.no_grad():

@@ -47,16 +47,6 @@ COVERING: dict[str, tuple[str, dict[str, Any]]] = {
 every_cache = pytest.mark.parametrize("kind", COVERING)
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def stock() -> PreTrainedModel:
-    return tiny_model("llama", "sdpa")
-
-
 def make(model: PreTrainedModel, kind: str) -> HybridCache:
     policy, knobs = COVERING[kind]
     return HybridCache(model, policy, block_size=8, **knobs)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from forks import in_fork
 from safetensors.torch import save_file
-from tiny import feed, prefill, prompt, tiny_model
+from tiny import feed, prefill, prompt
 from transformers import PreTrainedModel
 
 from hf_offload import ConstantPredictor, HybridCache
@@ -40,11 +40,6 @@ MEANT: dict[tuple[str, str], set[str]] = {
     ("fluxion", "predictor"): {"text"},  # a path
 }
 LARGEST = 2**31 - 1
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 def make(model: PreTrainedModel, policy: str, **knobs: Any) -> HybridCache:

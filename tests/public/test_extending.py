@@ -44,11 +44,6 @@ def method() -> Iterator[type[hf_offload.Policy]]:
         POLICIES.pop("every_tenth")
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 @torch.no_grad()
 def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, first: int, stop: int, step: int = 1) -> torch.Tensor:
     """The last logits of the pieces of so many tokens, `[B, pieces, V]`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import prompt
 from transformers import PreTrainedModel
 
 import hf_offload
@@ -78,11 +78,6 @@ def own() -> ModuleType:
     module = sys.modules["my_policy"] = ModuleType("my_policy")  # dataclasses look up the module of a class
     exec(OWN, module.__dict__)
     return module
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 @torch.no_grad()

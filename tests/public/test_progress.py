@@ -42,11 +42,6 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 @torch.no_grad()
 def run(model: PreTrainedModel, cache: HybridCache, length: int = TOKENS) -> torch.Tensor:
     logits: torch.Tensor = model(prompt(1, length)[0], past_key_values=cache).logits

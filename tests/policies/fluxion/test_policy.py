@@ -47,11 +47,6 @@ def told(cache: HybridCache) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def full(llama: PreTrainedModel) -> torch.Tensor:
     return decode_rows(tiny_model("llama", "sdpa"), DynamicCache(config=llama.config))
 

@@ -19,11 +19,6 @@ BLOCK = 16
 TIERS = pytest.mark.parametrize("tier", ["one", "split"])
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def converse(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, cuts: Iterable[int], tier: str, **knobs: Any
 ) -> HybridCache:

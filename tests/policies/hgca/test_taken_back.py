@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompt, tiny_model
+from tiny import prompt
 from transformers import PreTrainedModel
 
 from hf_offload import HybridCache
@@ -15,11 +15,6 @@ from hf_offload.model.hooks import hybrid_layers
 
 BLOCK = 16
 PROMPT, STEPS = 170, 10
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
 
 
 class Talk:

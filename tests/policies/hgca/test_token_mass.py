@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from breaking import broken_launch
-from tiny import feed, prompt, tiny_model
+from tiny import feed, prompt
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache, WorkerError
@@ -22,16 +22,6 @@ from hf_offload.policies.hgca import retained_tokens, token_mass
 BLOCK = 16
 KNOBS: dict[str, Any] = {"window": 40, "block_size": BLOCK, "prefill_tile": 64}
 TIERS = pytest.mark.parametrize("tier", ["one", "split"])
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def stock() -> PreTrainedModel:
-    return tiny_model("llama", "sdpa")
 
 
 def make(model: PreTrainedModel, tier: str, **knobs: Any) -> HybridCache:
