@@ -46,6 +46,7 @@ import random
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
@@ -56,7 +57,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 import common
 from context_attention import read_bytes
-from figures import draw_quality
 from hf_offload.tools import assets, measuring
 from plotting import plot
 from tasks.answers import Reading, answer
@@ -395,6 +395,32 @@ ASKS = {
 }
 
 
+COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
+
+
+def draw(source: Path) -> None:
+    """Draw a CSV beside it: KL against what a head reads, and against the time of a step.
+
+    A plot for each context; a curve for each method, and one for each form of the host's blocks.
+    """
+    frame = pd.read_csv(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
+    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
+    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
+    frame["method"] = frame.method.str.replace("host_dtype=", "")
+    contexts, methods = frame.context.unique(), list(frame.method.unique())
+    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
+        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
+            for one, context in zip(row_of_axes, contexts, strict=True):
+                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
+                one.yaxis.set_major_formatter("{x:g}")
+                shown = frame[frame.context == context].dropna(subset=[cost])
+                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
+                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
+                    one.plot(mine[cost], mine.kl, "o-", color=color)
+                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
+                one.margins(x=0.15, y=0.1)
+
+
 def main(
     ask: Annotated[str, typer.Option(help=f"What is asked: {', '.join(ASKS)}.")] = "text",
     rows: common.RowsOption = [],  # noqa: B006
@@ -461,7 +487,7 @@ def main(
         table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
         common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
         if ask == "text":
-            draw_quality(setting.out)
+            draw(setting.out)
     kept.remove()
 
 
