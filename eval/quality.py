@@ -439,7 +439,7 @@ def main(
     """Compare policies with full attention, and say what they cost."""
     (name,) = common.listed(ask, ASKS, "--ask")
     usual, names = ASKS[name], common.kinds_of(kinds)
-    if setting.out == common.RESULTS / "quality.csv":
+    if setting.out == common.OUT:
         setting = replace(setting, out=common.RESULTS / f"{usual.file}.csv")
     lengths, steps, limit = common.numbers(contexts or usual.contexts), steps or usual.steps, limit or usual.limit
     rows = rows or [usual.rows]

@@ -80,13 +80,13 @@ def run(
         What was reported, an answer an entry; nothing in processes but the first.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
-    rows = common.rows_of(asking.rows, stock=(CONTROL,))
+    rows = common.rows_of(asking.rows, known={CONTROL: common.FULL})
     if setting.out.suffix != ".csv":
         raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     settings |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
     settings |= {name: getattr(asking, name) for name in ("new_tokens", "chat", "chunk")}
-    records = common.Records(setting.beside(".jsonl"), KEYS, settings, state.process_index)
+    records = common.Records(setting.beside(".jsonl"), KEYS, settings)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
     quiet = not state.is_main_process
@@ -105,7 +105,7 @@ def run(
     state.wait_for_everyone()
     reported: list[dict[str, Any]] = []
     if state.is_main_process:
-        records.join()
+        records.read()
         samples = [sample for sample, _ in everything]
         keys = [(each.task, each.name, row.name, s) for s in asking.setups for row in rows for each in samples]
         reported = [records.found[key] for key in keys]

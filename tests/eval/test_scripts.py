@@ -33,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "demo_text", lambda kind: code)
     tokenizer = letters()
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
-    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), tokenizer))
+    monkeypatch.setattr(common.Setting, "load", lambda *_: (tiny_model("llama"), tokenizer))
     monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens, start)[0])
 
 
@@ -211,7 +211,7 @@ def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is loaded; `--help` names the option."""
-    monkeypatch.setattr(common, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(common.Setting, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     for script, options in {
         "attention_stats": "--layers", "bench_cpu": "--sections", "context_attention": "--kind",
         "decode": "--rows --dtype", "families": "--types", "frames": "--context", "launches": "--row",
@@ -227,7 +227,7 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_prompt_loses_its_middle_and_keeps_its_frame() -> None:
     prompts, samples = importlib.import_module("tasks.prompts"), importlib.import_module("tasks.samples")
-    model, tokenizer = common.load()
+    model, tokenizer = common.Setting().load()
     text = "".join(map(str, range(100)))
     sample = samples.Sample("qa", "1", f"{text}\nWhy?", "\nWhy?", 8, float, start="!")
     made = prompts.Prompter(model, tokenizer, 33, True)(sample)
