@@ -351,12 +351,6 @@ def percentiles(values: Iterable[float], which: Sequence[int] = (20, 50, 80)) ->
     return {f"p{percent}": float(value) for percent, value in zip(which, found, strict=True)}
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is there."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
 # --- Results ---------------------------------------------------------------------------------------------------------
 
 _FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
