@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import common
 from walk import configs
+from walk.compare import compare
 
 PAGE, RESULTS = Path(__file__).parent.parent / "docs" / "models.md", common.RESULTS / "families.csv"
 # A process a type, forked from one that has imported what all need.
@@ -121,13 +122,6 @@ def _reason(row: Mapping[str, Any]) -> str:
     return re.sub(r"list of \d+", "list of", message.replace(row["model"], "the model"))
 
 
-def compare(model_type: str) -> dict[str, Any]:
-    """What became of a type; runs in a process of its own, since what it imports takes memory."""
-    from walk.compare import compare
-
-    return compare(model_type)
-
-
 def ask(model_type: str, limit: float) -> dict[str, Any]:
     """What `compare` gives; of a process that gives nothing in so many seconds, type, status and message alone."""
     pool = ProcessPoolExecutor(1, FORKS)
@@ -142,14 +136,6 @@ def ask(model_type: str, limit: float) -> dict[str, Any]:
         pool.shutdown()
 
 
-def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows of an earlier walk, by type."""
-    if not path.exists():
-        return {}
-    with path.open(newline="", encoding="utf-8") as file:
-        return {row["model_type"]: row for row in csv.DictReader(file)}
-
-
 def main(
     types: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Types that are compared at once.")] = 2,
@@ -159,11 +145,12 @@ def main(
 ) -> None:
     """Compare every model type with eager attention."""
     known = [*configs.causal_types(), *configs.multimodal_types()]
-    named = types.replace(" ", "").split(",") if types else []
-    if unknown := [name for name in named if name not in known]:
-        raise typer.BadParameter(f"unknown types {', '.join(unknown)}: choose among {', '.join(known)}")
-    here, rows = common.environment(), read(out)
-    rows = {name: row for name, row in rows.items() if row["transformers"] == here["transformers"]}
+    named = common.listed(types, known, "types") if types else []
+    here, rows = common.environment(), {}
+    if out.exists():  # of an earlier walk
+        with out.open(newline="", encoding="utf-8") as file:
+            earlier = list(csv.DictReader(file))
+        rows = {row["model_type"]: row for row in earlier if row["transformers"] == here["transformers"]}
     done = [name for name, row in rows.items() if row["commit"] == here["commit"]]
     todo = named or [name for name in known if name not in done]
     with ThreadPoolExecutor(jobs) as threads, tqdm(total=len(todo)) as progress:
