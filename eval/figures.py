@@ -147,12 +147,6 @@ def processor(cpu: str) -> str:
     return name + {"family 25": " (Zen 4)", "family 26": " (Zen 5)"}.get(rest.partition(",")[0], "")
 
 
-def peers_faster(way: str) -> str:
-    """How many times as fast as another way a token is decoded at 32k."""
-    other, ours = rows("peers", way=[way, OURS], context=32768).p50
-    return tell("{}×", other / ours)
-
-
 def peers_slower() -> str:
     """The longest context up to which llama.cpp decodes faster."""
     ms = rows("peers").pivot(index="context", columns="way", values="p50")
@@ -317,10 +311,10 @@ def fidelity_table() -> str:
     return table(wide(frame.reset_index(), "row", "kind"), f"row: {{FIDELITY[row]}} | {columns}")
 
 
-def paper_digest() -> str:
-    """How many times as large the KL is with the paper's digest, the median over texts."""
+def digest_kl() -> pd.Series:
+    """How many times as large the KL is with the paper's digest, by text."""
     kl = rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
-    return tell("{}×", (kl["paper-off"] / kl["scout-off"]).median())
+    return kl["paper-off"] / kl["scout-off"]
 
 
 def perplexity_table() -> str:
@@ -378,13 +372,11 @@ def train_table() -> str:
     return lines(f" | {each(by_tau, 'τ = @')}", found)
 
 
-def retrieval() -> str:
-    found = []
-    for context, said in ((6144, "6k"), (32768, "32k")):
-        ours, base = (row("context_attention_fluxion_32k", row=name, context=context) for name in reversed(FLUXION))
-        times = tell("{} against {} ms", ours.retrieval, base.retrieval)
-        found.append(tell(f"{times} at {said}, with {{}} of the chosen bytes", ours.chosen_MiB / base.chosen_MiB))
-    return "; ".join(found)
+def retrieval(context: int) -> str:
+    """The time of prediction, choice and attention, of fluxion and its baseline; and the bytes that they choose."""
+    base, ours = (row("context_attention_fluxion_32k", row=name, context=context) for name in FLUXION)
+    times = tell("{} against {} ms", ours.retrieval, base.retrieval)
+    return f"{times} at {context // 1024}k, with {Number(ours.chosen_MiB / base.chosen_MiB)} of the chosen bytes"
 
 
 # Residency, saving, steadiness, kernels
@@ -463,32 +455,19 @@ def gpu_table(machine: str) -> str:
 
 
 def gpu(row_: str, context: int, batch: int = 1) -> pd.Series:
-    """A row of decoding on a GPU, its blocks chosen by the model."""
-    return row("h100/decode", row=row_, context=context, batch=batch, replay="none")
+    """A row of decoding on a GPU, its blocks chosen by the model; the context in units of 1,024 tokens."""
+    return row("h100/decode", row=row_, context=1024 * context, batch=batch, replay="none")
 
 
-def gpu_ratio(column: str, over: pd.Series, under: pd.Series) -> str:
-    """How many times as much one row has in a column as another."""
-    return tell("{}×", over[column] / under[column])
+def slower(row_: str, other: str, context: int, batch: int = 1) -> float:
+    """How many times as long a row's step takes as another's."""
+    return float(gpu(row_, context, batch).p50 / gpu(other, context, batch).p50)
 
 
-def gpu_for_nothing() -> str:
-    """What of a full cache's step on a GPU goes into asking a CPU that has nothing to attend."""
+def asking_ms() -> float:
+    """Milliseconds of a full cache's step on a GPU that go into asking a CPU that has nothing to attend."""
     kernels = rows("h100/step_kernels", row="full-resident-graph", context=65536).set_index("kernel").us_per_step
-    spent = kernels[["hand_over_kernel", "wait_kernel", "merge_kernel"]].sum() / 1000
-    return tell("{} of its {} ms", spent, gpu("full-resident-graph", 65536).p50)
-
-
-def gpu_hand_over() -> str:
-    """Microseconds a layer, of nothing and of some work by all threads."""
-    nothing, some = rows("h100/handoff", work="nothing").p50.min(), rows("h100/handoff").iloc[-1]
-    said = tell("{} µs if the work is nothing, {} µs with ", nothing, some.p50)
-    return said + some.work.replace("a head", "for each KV head")
-
-
-def gpu_without(part: str) -> float:
-    """How many times as long scout's step takes without a part of it, one row at 32k."""
-    return gpu(f"scout-{part}-graph", 32768).p50 / gpu("scout-graph", 32768).p50
+    return kernels[["hand_over_kernel", "wait_kernel", "merge_kernel"]].sum() / 1000
 
 
 def gpu_floor(operation: str, **columns: Any) -> str:
@@ -497,12 +476,10 @@ def gpu_floor(operation: str, **columns: Any) -> str:
     return tell("{}×", ratios.iloc[0]) if len(ratios) == 1 else between(ratios, "{}×")
 
 
-def gpu_tests() -> str:
+def gpu_tests(machine: str) -> str:
     """How many tests passed on a GPU, and how many did not."""
-    h100, h200 = (rows(f"{machine}/correctness")[["passed", "failed"]].sum() for machine in ("h100", "h200"))
-    said = "{passed} tests passed, {failed} failed"
-    first, second = (said.format(passed=one.passed, failed=one.failed or "none") for one in (h100, h200))
-    return f"{first}; on an H200 {second}, as many as there was time for"
+    passed, failed = rows(f"{machine}/correctness")[["passed", "failed"]].sum()
+    return f"{passed} tests passed, {failed or 'none'} failed"
 
 
 def sources(files: str) -> str:
@@ -532,20 +509,23 @@ LONG_ROWS = {"hgca-0.1": "hgca", "full": "full", "dynamic": "sdpa"}
 BUDGETS_OF_ROWS = {"scout-1024": "budget=1024", "scout:samples=512": "samples=512", "scout:samples=256": "samples=256"}
 WIKI = {"full": "full", "scout:budget=1024": "1,024", "scout:budget=512": "512"}
 STEADY = {"row": ["hgca-1024", "dynamic"]}
-saved = partial(told, "save_load", row="scout-1024", tokens=8192)
-turn = partial(told, "save_load", row="scout-1024", tokens=32768)
-h200 = partial(told, "h200/decode")
 FULL_AND_DEFAULT = {"row": ["full-resident-graph", "default-graph"], "context": 32768, "batch": 1, "commit": "d172962"}
 ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
+MIXED = {"row": "fluxion-0.1", "context": ["4096+512", "4096+4096"]}
 IDLE = "{waiting + moving:.1%} of the time it waits, {gaps:.0%} it has nothing to run"
+peer = partial(row, "peers", context=32768)
+saved = partial(row, "save_load", row="scout-1024", tokens=8192)
+turn = partial(row, "save_load", row="scout-1024", tokens=32768)
+recall = partial(rows, "cpu_ratio_layers", row="recall-1.5")
+h200 = partial(told, "h200/decode")
 
-FIGURES: dict[str, Callable[[], str]] = {
+FIGURES: dict[str, str | Callable[[], str]] = {
     # README.md and docs/results.md
-    "peers-threads": lambda: str(rows("peers").threads.iloc[0]),
-    "peers-processor": lambda: processor(rows("peers").cpu.iloc[0]).replace(" (", " processor ("),
-    "peers-dynamic": partial(peers_faster, DYNAMIC),
-    "peers-static": partial(peers_faster, STATIC),
-    "peers-llama": partial(peers_faster, LLAMA),
+    "peers-threads": "{peer(way=OURS).threads:.0f}",
+    "peers-processor": "{processor(peer(way=OURS).cpu).replace(' (', ' processor (')}",
+    "peers-dynamic": "{peer(way=DYNAMIC).p50 / peer(way=OURS).p50}×",
+    "peers-static": "{peer(way=STATIC).p50 / peer(way=OURS).p50}×",
+    "peers-llama": "{peer(way=LLAMA).p50 / peer(way=OURS).p50}×",
     "peers-slower": peers_slower,
     "peers-summary": peers_summary,
     "results-peers": lambda: table(
@@ -618,62 +598,56 @@ FIGURES: dict[str, Callable[[], str]] = {
     "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
     "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
     "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
-    "paper-digest": paper_digest,
+    "paper-digest": "{digest_kl().median()}×",
     "budget-kl": lambda: lines(
         f" | {each(by_setting('pareto').loc['scout'].knobs, '`@`')}",
         [f"KL to full attention | {' | '.join(f'{kl:.4f}' for kl in by_setting('pareto').loc['scout'].kl)}"],
     ),
-    "cpu-ratio-1": lambda: tell("{share:.0%}", **recalls().loc["recall-1"]),
-    "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", **recalls().loc["recall-1.5"]),
+    "cpu-ratio-1": "{recalls().share['recall-1']:.0%}",
+    "cpu-ratio-1-and-a-half": "{recalls().share['recall-1.5']:.0%}",
     "second-turn-hgca": partial(second_turn, "hgca-0.1"),
     "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
     "hgca-perplexity": told("perplexity", LOST, row="hgca-0.25-1", kind=["code", "prose"]),
     "tuned": tuned,
-    "saved-prefill": saved("{prefill_s} s"),
-    "saved-load": saved("{load_s} s"),
-    "store-tokens": turn("{tokens:,.0f}"),
-    "store-none": turn("{turn_none_s} s"),
-    "store-ram": turn("{turn_ram_s} s"),
-    "store-disk": turn("{turn_disk_s} s"),
-    "store-cold": turn("{turn_cold_disk_s} s"),
+    "saved-prefill": "{saved().prefill_s} s",
+    "saved-load": "{saved().load_s} s",
+    "store-tokens": "{turn().tokens:,.0f}",
+    "store-none": "{turn().turn_none_s} s",
+    "store-ram": "{turn().turn_ram_s} s",
+    "store-disk": "{turn().turn_disk_s} s",
+    "store-cold": "{turn().turn_cold_disk_s} s",
     "serve": serve_table,
-    "serve-tokens": lambda: tell("{:,.0f}", rows("serve").tokens.iloc[0]),
-    "saved-bytes": saved("{disk_bytes / 2**20:.0f} MiB"),
-    "saved-bytes-int8": saved("{disk_bytes / 2**20:.0f} MiB", row="scout-1024-int8"),
-    "forked-bytes": saved("{fork_bytes:.2f}×"),
+    "serve-tokens": "{rows('serve').tokens.iloc[0]:,.0f}",
+    "saved-bytes": "{saved().disk_bytes / 2**20:.0f} MiB",
+    "saved-bytes-int8": "{saved(row='scout-1024-int8').disk_bytes / 2**20:.0f} MiB",
+    "forked-bytes": "{saved().fork_bytes:.2f}×",
     # docs/concepts.md and docs/papers.md
-    "papers-cosine": lambda: tell("{}", rows("cpu_ratio_layers", row="recall-1.5").query_cosine.mean()),
-    "papers-cosine-range": lambda: between(rows("cpu_ratio_layers", row="recall-1.5").query_cosine.dropna(), "{}"),
-    "papers-overlap": lambda: tell("{:.0%}", rows("cpu_ratio_layers", row="recall-1.5").selection_overlap.mean()),
-    "papers-cpu-ratio-never": lambda: tell("{share:.1%}", **recalls().loc["never-1"]),
-    "papers-recall-1": lambda: tell("{share:.1%}, every {interval} steps", **recalls().loc["recall-1"]),
-    "papers-recall-1.5": lambda: tell("{share:.1%}, every {interval} steps", **recalls().loc["recall-1.5"]),
+    "papers-cosine": "{recall().query_cosine.mean()}",
+    "papers-cosine-range": lambda: between(recall().query_cosine.dropna(), "{}"),
+    "papers-overlap": "{recall().selection_overlap.mean():.0%}",
+    "papers-cpu-ratio-never": "{recalls().share['never-1']:.1%}",
+    "papers-recall-1": "{recalls().share['recall-1']:.1%}, every {recalls().interval['recall-1']} steps",
+    "papers-recall-1.5": "{recalls().share['recall-1.5']:.1%}, every {recalls().interval['recall-1.5']} steps",
     "papers-2wikimqa": told("longbench", "{score:.1f} ({WIKI[row]})", ", ", row=[*WIKI], task="2wikimqa"),
-    "papers-batch": lambda: tell("{}×", batches().dynamic[32768, 4] / batches().budget[32768, 4]),
+    "papers-batch": "{batches().dynamic[32768, 4] / batches().budget[32768, 4]}×",
     "papers-window-weight": told(
         "attention_stats", "{weight:.0%} (layer {layer:.0f})", ", ", layer=[0, 15, 29], first=1, newest=512
     ),
     "papers-heads-prose": lambda: between(rows("attention_stats_heads", text="prose").share, "{:.1%}"),
     "papers-heads-code": lambda: between(rows("attention_stats_heads", text="code").share, "{:.1%}"),
-    "papers-normality": lambda: tell("{:3}", rows("attention_stats_scores").quantile_correlation.min()),
+    "papers-normality": "{rows('attention_stats_scores').quantile_correlation.min():3}",
     "papers-steady": lambda: tell("{:.0f} ms a token; full attention {:.0f} ms", *rows("decode_steady", **STEADY).p50),
     "papers-steady-tail": told("decode_steady", "{p99_p50:.2f}", "; full attention ", **STEADY),
     "papers-attention-32k": told(LONG, "{attention:3} ms ({LONG_ROWS[row]})", ", ", row=[*LONG_ROWS]),
     "papers-needed": lambda: tell(
         "{needed_16:.1%} (16), {needed_32:.1%} (32), {needed_128:.1%} (128)", **trained().loc["0.1"]
     ),
-    "papers-streaming": lambda: tell("{streaming_share:.0%}", **trained().loc["0.1"]),
-    "papers-ruler-fluxion": lambda: ruler().less["fluxion", "tau=0.1"],
-    "papers-ruler-fixed": lambda: ruler().less["fixed_hybrid", "budget=0.05"],
-    "papers-retrieval": retrieval,
-    "papers-mixed": told(
-        "context_attention_batches",
-        "{attention:3} ms",
-        " against ",
-        row="fluxion-0.1",
-        context=["4096+512", "4096+4096"],
-    ),
-    "papers-predictor-share": told("context_attention_predict", "{predict_share:.1%}", context=8192),
+    "papers-streaming": "{trained().streaming_share['0.1']:.0%}",
+    "papers-ruler-fluxion": "{ruler().less['fluxion', 'tau=0.1']}",
+    "papers-ruler-fixed": "{ruler().less['fixed_hybrid', 'budget=0.05']}",
+    "papers-retrieval": "{retrieval(6144)}; {retrieval(32768)}",
+    "papers-mixed": told("context_attention_batches", "{attention:3} ms", " against ", **MIXED),
+    "papers-predictor-share": "{row('context_attention_predict', context=8192).predict_share:.1%}",
     "papers-tau": lambda: tell(
         "{}, {}, {} MiB chosen, KL {}, {}, {}",
         *rows("context_attention_tau").chosen_MiB.iloc[1:],
@@ -687,35 +661,36 @@ FIGURES: dict[str, Callable[[], str]] = {
         "attend all: {full_ms:3} | choose: {chosen_ms:3} | few resident: {split_ms:3} | `DynamicCache`: {stock_ms:3}",
     ),
     "gpu-h200": partial(gpu_table, "h200"),
-    "gpu-first-token": told("h200/prompt", "{first} s", row="default"),
+    "gpu-first-token": "{row('h200/prompt', row='default')['first']} s",
     "gpu-busy": lambda: tell("{} and {} ms", *rows("h200/decode", **FULL_AND_DEFAULT).eval("busy * profiled")),
     "gpu-between": lambda: tell("{} and {} ms", *rows("h200/decode", **FULL_AND_DEFAULT).between),
     "gpu-chosen-before": h200("{p50:3}", row="default-graph", context=[32768, 65536], batch=8),
     "gpu-filled": h200("{fill_s} s", row="full-resident-graph", batch=8, commit=["81ec37f", "d172962"]),
-    "gpu-stock-h200": h200("{p50:3} ms", row="dynamic"),
+    "gpu-stock-h200": "{row('h200/decode', row='dynamic').p50:3} ms",
     "gpu-pinning": told("h200/pieces", "{gb_per_s}", variant=["ordinary, pinning", "huge, pinning"]),
     "gpu-full-h200": h200("{p50:3}", row="full-resident-graph", batch=[1, 8], commit="d172962"),
     "gpu-scout-h200": h200("{p50:3}", row="scout-graph", context=[32768, 65536], batch=8, commit="d172962"),
     "gpu-decode": partial(gpu_table, "h100"),
-    "gpu-tests": gpu_tests,
-    "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),
+    "gpu-tests": "{gpu_tests('h100')}; on an H200 {gpu_tests('h200')}, as many as there was time for",
+    "gpu-gain": "{gpu('scout-graph', 64, 8).tokens_per_s / gpu('full-resident-graph', 64).tokens_per_s}×",
     "gpu-steps": told("h100/decode", "{p50} ms", " beside ", row=["scout-graph", "full-resident-graph"], **ONE_ROW),
-    "gpu-for-nothing": gpu_for_nothing,
-    "gpu-dynamic": lambda: gpu_ratio("p50", gpu("dynamic", 65536), gpu("full-resident-graph", 65536)),
-    "gpu-offloaded": lambda: gpu_ratio("p50", gpu("offloading", 32768, 8), gpu("scout-graph", 32768, 8)),
-    "gpu-eager": lambda: " and ".join(
-        gpu_ratio("p50", gpu("scout", 32768, batch), gpu("scout-graph", 32768, batch)) for batch in (1, 8)
-    ),
-    "gpu-hand-over": gpu_hand_over,
+    "gpu-for-nothing": "{asking_ms()} of its {gpu('full-resident-graph', 64).p50} ms",
+    "gpu-dynamic": "{slower('dynamic', 'full-resident-graph', 64)}×",
+    "gpu-offloaded": "{slower('offloading', 'scout-graph', 32, 8)}×",
+    "gpu-eager": "{slower('scout', 'scout-graph', 32)}× and {slower('scout', 'scout-graph', 32, 8)}×",
+    "gpu-hand-over": "{rows('h100/handoff', work='nothing').p50.min()} µs if the work is nothing, "
+    "{rows('h100/handoff').p50.iloc[-1]} µs with "
+    "{rows('h100/handoff').work.iloc[-1].replace('a head', 'for each KV head')}",
     "gpu-idle": told("h100/decode", IDLE, row="scout-graph", batch=16),
     "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
     "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
     "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
     "gpu-merge": told("h100/kernels", "{p50} µs in place of {floor:1} µs", operation="merge_with_host", batch=1),
-    "gpu-ablation": lambda: tell("pre-computation {:.2f}×, recall {:.2f}×", *map(gpu_without, ("off", "no-recall"))),
-    "families-count": lambda: str(rows("families").status.str.startswith("exact").sum()),
+    "gpu-ablation": "pre-computation {slower('scout-off-graph', 'scout-graph', 32):.2f}×, "
+    "recall {slower('scout-no-recall-graph', 'scout-graph', 32):.2f}×",
+    "families-count": "{rows('families').status.str.startswith('exact').sum():.0f}",
 }
-"""The text of each name."""
+"""The text of each name: a template, or what returns the text."""
 
 
 def pages() -> list[Path]:
@@ -730,7 +705,8 @@ def write(text: str) -> str:
         start, name, old, end = mark.groups()
         if name not in FIGURES:
             raise ValueError(f"figure {name!r} is unknown; add it to eval/figures.py")
-        made = FIGURES[name]()
+        figure = FIGURES[name]
+        made = tell(figure) if isinstance(figure, str) else figure()
         return f"{start}\n{made}\n{end}" if old.startswith("\n") else f"{start}{made}{end}"
 
     return MARK.sub(fill, text)
