@@ -78,7 +78,7 @@ RUNS = {
         lambda rows: len(rows) == 5 and min(column(rows, "frames")) > 0),
     "launches": Run("launches", "--row window:budget=96 --context 200",
         lambda rows: {"paged_attention_kernel", "write_token_kernel"} <= {row["kernel"] for row in rows}),
-    "perplexity": Run("perplexity", "--rows full,hgca-0.4-1 --ratios 0.4 --tokens 80 --batch 2 --texts code",
+    "perplexity": Run("perplexity", "--rows full,hgca-0.4-1 --tokens 80 --batch 2 --texts code",
         lambda rows: float(rows[1]["perplexity"]) == pytest.approx(float(rows[1]["perplexity_full"]), rel=1e-2)
         and rows[2]["kept_share"] != ""),
     "prefill": Run(
@@ -215,7 +215,7 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for script, options in {
         "attention_stats": "--layers", "bench_cpu": "--sections", "context_attention": "--kind",
         "decode": "--rows --dtype", "families": "--types", "frames": "--context", "launches": "--row",
-        "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--betas", "quality": "--ask --kinds",
+        "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--texts", "quality": "--ask --kinds",
         "serve": "--chats", "soak": "--rows",
     }.items():  # fmt: skip
         app = common.command(importlib.import_module(script).main)
