@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -71,13 +71,9 @@ class Setting:
     """The options of a script that loads a model. `command` makes them of a parameter of this type."""
 
     model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file; SmolLM2-135M by default.")] = None
-    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "bfloat16"
+    dtype: Annotated[Literal[*DTYPES], typer.Option(help="Weights and activations.")] = "bfloat16"
     threads: ThreadsOption = 0
     out: OutOption = OUT
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise typer.BadParameter(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
 
     def load(self, device: torch.device | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Set the number of threads (0: torch's own choice) and load the model and its tokenizer."""

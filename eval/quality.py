@@ -47,7 +47,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
@@ -479,14 +479,13 @@ ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn":
 
 
 def main(
-    ask: Annotated[str, typer.Option(help=f"What is asked: {', '.join(ASKS)}.")] = "text",
+    ask: Annotated[Literal[*ASKS], typer.Option(help="What is asked.")] = "text",
     *,
     options: Options,
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
     """Compare policies with full attention, and say what they cost."""
-    (name,) = common.listed(ask, ASKS, "--ask")
-    ASKS[name](options, setting).run()
+    ASKS[ask](options, setting).run()
 
 
 if __name__ == "__main__":

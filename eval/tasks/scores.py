@@ -11,7 +11,6 @@ from scipy.stats import bootstrap
 
 import common
 import figures
-from plotting import plot
 from tasks.answers import SETUPS
 
 REFERENCE = "full"
@@ -102,10 +101,10 @@ FEEDING = {
 
 
 def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
-    """Write the CSV, and beside it a table (`.md`) and a picture (`.png`) of the same name.
+    """Write the CSV, and beside it a table (`.md`) of the same name.
 
     Args:
-        title: of table and picture.
+        title: of the table.
         records: all answers.
         missing: tasks without a sample, to be told.
     """
@@ -113,7 +112,6 @@ def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]
     setting.write(lines)
     setting.beside(".md").write_text(_markdown(title, lines, missing), encoding="utf-8")
     print(f"wrote {setting.beside('.md')}")
-    _draw(title, lines, setting)
     columns = ("setup", "row", "task", "score", "more", "low", "high", "percent", "same", "pairs", "ms_per_token")
     averages = [line for line in lines if line["task"] in (AVERAGE, WORTH)]
     common.show(f"{title}: scores, and what they are more than those of {REFERENCE}", averages, columns)
@@ -158,23 +156,3 @@ def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -
     if missing:
         parts.append(f"No samples of {', '.join(missing)} were at hand: they are in no average.")
     return "\n\n".join(parts) + "\n"
-
-
-def _draw(title: str, lines: list[dict[str, Any]], setting: common.Setting) -> None:
-    """A line a row: the mean difference with its interval, and a dot a task."""
-    different = [line for line in lines if line["row"] != REFERENCE and line["more"] is not None]
-    names = list(dict.fromkeys((line["setup"], line["row"]) for line in different))
-    with plot(setting.beside(".png"), figsize=(8, 1.5 + 0.4 * max(len(names), 1))) as axes:
-        for place, name in enumerate(names):
-            mine = {line["task"]: line for line in different if (line["setup"], line["row"]) == name}
-            mean = mine.pop(AVERAGE)
-            mine.pop(WORTH, None)
-            axes.plot([line["more"] for line in mine.values()], [place] * len(mine), "o", color="0.75")
-            if mean["low"] is not None:
-                axes.plot([mean["low"], mean["high"]], [place, place], color="C0")
-            axes.plot(mean["more"], place, "D", color="C0")
-        axes.axvline(0, color="0.3", linewidth=0.8)
-        axes.set_yticks(range(len(names)), [f"{row}, {setup}" for setup, row in names])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"score more than {REFERENCE}: mean over tasks with its 95 % interval, and single tasks (grey)")
-        axes.set_title(title)
