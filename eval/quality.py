@@ -56,6 +56,7 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedTokenizerBase
 
 import common
+import hf_offload
 from context_attention import read_bytes
 from hf_offload.tools import assets, measuring
 from plotting import plot
@@ -64,11 +65,6 @@ from tasks.prompts import Prompter
 from tasks.run import Asking, run
 from tasks.samples import Sample
 
-PAPER = {
-    "digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0,
-    "attend_resident": "selected", "dense": False,
-}  # fmt: skip
-"""`Scout.paper()`, but for its budget and lookahead."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout-off": {"lookahead": "off"},
     "scout-off-int8": {"lookahead": "off", "host_dtype": "int8"},
@@ -77,8 +73,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scout-attend": {"lookahead": "attend"},
     "scout-attend-sync0": {"lookahead": "attend", "synchronous_layers": (0,)},
     "scout-attend-uncorrected": {"lookahead": "attend", "correction": False},
-    "paper": PAPER | {"lookahead": "attend"},
-    "paper-off": PAPER | {"lookahead": "off"},
+    "paper": vars(hf_offload.Scout.paper(budget=1024, lookahead="attend")),
+    "paper-off": vars(hf_offload.Scout.paper(budget=1024, lookahead="off")),
 }
 METHODS = (
     *(f"scout:budget={budget}" for budget in (512, 1024, 2048)),

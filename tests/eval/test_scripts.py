@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import common
 import hf_offload
-from hf_offload import Scout
 from hf_offload.tools import assets
 
 Rows = list[dict[str, str]]
@@ -126,11 +125,6 @@ def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = run(script, tmp_path / "out.csv", *options.split())
     assert {"commit", "torch", "command"} <= rows[0].keys()
     assert check(rows), rows
-
-
-def test_the_papers_form_is_that_of_scout() -> None:
-    knobs = importlib.import_module("quality").KNOWN["paper-off"].options
-    assert Scout(**knobs) == Scout.paper(budget=1024, lookahead="off")
 
 
 def test_dtypes_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
