@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from os.path import commonprefix
 from pathlib import Path
@@ -27,6 +26,7 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
+FIELD = re.compile(r"\{(.*?)(?::([\d,.+%f]*))?\}")
 MARK = re.compile(r"(<!--fig:([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 
 # Rows of CSVs, numbers and tables
@@ -75,29 +75,18 @@ class Number(float):
         return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
 
 
-class Fields(string.Formatter):
-    """Fields are expressions of a row's columns, and of what this module has: `{disk_bytes / 2**20:.0f}`."""
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        value = args[int(field_name)] if field_name.isdigit() else eval(field_name, globals(), dict(kwargs))
-        return (value if isinstance(value, str) else Number("nan" if value is None else value)), field_name
-
-
 def tell(template: str, *values: float, **columns: Any) -> str:
-    """A template with its numbers, which come in order or, those of one row, by the names of its columns."""
-    return Fields().vformat(template, values, columns)
+    """A template with its numbers, which come in order (`{:.1%}`) or from the columns of a row.
 
+    Fields are expressions of these columns and of what this module has: `{disk_bytes / 2**20:.0f}`.
+    """
+    left = iter(values)
 
-def told(file: str, template: str, sep: str = " and ", **columns: Any) -> Callable[[], str]:
-    """A figure of one row, or of one row for each value of a list."""
+    def field(found: re.Match[str]) -> str:
+        value = eval(found[1], globals(), columns) if found[1] else next(left)
+        return value if isinstance(value, str) else format(Number("nan" if value is None else value), found[2] or "")
 
-    def figure() -> str:
-        found = rows(file, **columns)
-        if len(found) != math.prod(len(value) for value in columns.values() if isinstance(value, list)):
-            raise ValueError(f"{file}.csv has {len(found)} rows with {columns}; name more columns")
-        return sep.join(tell(template, **one) for one in found.to_dict("records"))
-
-    return figure
+    return FIELD.sub(field, template)
 
 
 def between(values: Iterable[float], template: str) -> str:
@@ -192,8 +181,6 @@ DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
 """Rows that results name by the policy alone, with the knobs that they ran with."""
 MORE = "{more:+.1f} ({low:+.1f} to {high:+.1f})"
 """The difference to full attention with its 95 % interval."""
-LOST = "{100 * nll_more:+.2f} ± {100 * nll_more_se:.2f} %"
-"""What the perplexity is more than full attention's, with its standard error."""
 KINDS = ("prose", "documentation", "code")
 
 
@@ -203,6 +190,11 @@ def setting(name: str) -> tuple[str, str]:
     if policy == "hgca" and "rescue=" not in knobs:  # measured when it was off by default
         knobs += ",rescue=0"
     return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
+
+
+def lost(one: pd.Series) -> str:
+    """What the perplexity is more than full attention's, with its standard error."""
+    return tell("{100 * nll_more:+.2f} ± {100 * nll_more_se:.2f} %", **one)
 
 
 def called(name: str) -> str:
@@ -319,7 +311,7 @@ def digest_kl() -> pd.Series:
 
 def perplexity_table() -> str:
     frame = rows("perplexity", beta=1)
-    frame["lost"] = [tell(LOST, **one) for one in frame.to_dict("records")]
+    frame["lost"] = frame.apply(lost, axis=1)
     columns = "window, share of the text: {ratio_code} | code: {lost_code} | prose: {lost_prose} | "
     return table(wide(frame, "row", "kind"), columns + "host tokens kept: {kept_share_code:.0%}")
 
@@ -429,8 +421,9 @@ def tuned() -> str:
 # GPUs
 
 
-DEFAULT = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
+BY_DEFAULT = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
 """What a cache takes by default, by the model of a step."""
+FULL, DEFAULT = "full-resident-graph", "default-graph"
 CACHES = {
     "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
     "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
@@ -448,7 +441,7 @@ def gpu_table(machine: str) -> str:
     """Decoding on a GPU. Rows that did not fit are left out, and on an H200 those whose code was changed later."""
     frame = rows(f"{machine}/decode").dropna(subset="p50").sort_values(["context", "batch"], kind="stable")
     if machine == "h200":
-        frame = frame[(frame.row != "default-graph") | (frame.batch == 1)]
+        frame = frame[(frame.row != DEFAULT) | (frame.batch == 1)]
     columns = "cache: {cache_of(row, replay)} | context: {context:,.0f} | rows: {batch:.0f} | ms a step: {p50:3} | "
     columns += "tokens/s: {tokens_per_s:3} | KV on the device, GiB: {device_kv_gib} | CPU: {cpu_ratio:.0%}"
     return table(frame, columns + " | commit: {commit}" * (frame.commit.nunique() > 1))
@@ -459,6 +452,11 @@ def gpu(row_: str, context: int, batch: int = 1) -> pd.Series:
     return row("h100/decode", row=row_, context=1024 * context, batch=batch, replay="none")
 
 
+def h200(row_: str, context: int = 32, batch: int = 1, commit: str = "d172962") -> pd.Series:
+    """A row of decoding on an H200; the context in units of 1,024 tokens."""
+    return row("h200/decode", row=row_, context=1024 * context, batch=batch, commit=commit)
+
+
 def slower(row_: str, other: str, context: int, batch: int = 1) -> float:
     """How many times as long a row's step takes as another's."""
     return float(gpu(row_, context, batch).p50 / gpu(other, context, batch).p50)
@@ -466,7 +464,7 @@ def slower(row_: str, other: str, context: int, batch: int = 1) -> float:
 
 def asking_ms() -> float:
     """Milliseconds of a full cache's step on a GPU that go into asking a CPU that has nothing to attend."""
-    kernels = rows("h100/step_kernels", row="full-resident-graph", context=65536).set_index("kernel").us_per_step
+    kernels = rows("h100/step_kernels", row=FULL, context=65536).set_index("kernel").us_per_step
     return kernels[["hand_over_kernel", "wait_kernel", "merge_kernel"]].sum() / 1000
 
 
@@ -504,20 +502,19 @@ def sources(files: str) -> str:
     return lines("files | script, if not of that name | commit | processor | `OMP_WAIT_POLICY`", found, words=5)
 
 
-LONG = "context_attention_32k"
-LONG_ROWS = {"hgca-0.1": "hgca", "full": "full", "dynamic": "sdpa"}
-BUDGETS_OF_ROWS = {"scout-1024": "budget=1024", "scout:samples=512": "samples=512", "scout:samples=256": "samples=256"}
-WIKI = {"full": "full", "scout:budget=1024": "1,024", "scout:budget=512": "512"}
-STEADY = {"row": ["hgca-1024", "dynamic"]}
-FULL_AND_DEFAULT = {"row": ["full-resident-graph", "default-graph"], "context": 32768, "batch": 1, "commit": "d172962"}
-ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
-MIXED = {"row": "fluxion-0.1", "context": ["4096+512", "4096+4096"]}
-IDLE = "{waiting + moving:.1%} of the time it waits, {gaps:.0%} it has nothing to run"
 peer = partial(row, "peers", context=32768)
 saved = partial(row, "save_load", row="scout-1024", tokens=8192)
 turn = partial(row, "save_load", row="scout-1024", tokens=32768)
 recall = partial(rows, "cpu_ratio_layers", row="recall-1.5")
-h200 = partial(told, "h200/decode")
+perplexity = partial(row, "perplexity", row="hgca-0.25-1")
+wiki = partial(row, "longbench", task="2wikimqa")
+newest = partial(row, "attention_stats", first=1, newest=512)
+steady = partial(row, "decode_steady")
+long = partial(row, "context_attention_32k")
+mixed = partial(row, "context_attention_batches", row="fluxion-0.1")
+pinned = partial(row, "h200/pieces")
+idle = partial(row, "h100/decode", row="scout-graph", batch=16)
+merged = partial(row, "h100/kernels", operation="merge_with_host", batch=1)
 
 FIGURES: dict[str, str | Callable[[], str]] = {
     # README.md and docs/results.md
@@ -551,11 +548,13 @@ FIGURES: dict[str, str | Callable[[], str]] = {
     "scout-samples": samples_table,
     "samples-time-8k": partial(samples_time, 8192),
     "samples-time-32k": partial(samples_time, 32768),
-    "samples-repeated": told(LONG, "{kl} with `{BUDGETS_OF_ROWS[row]}`", ", ", row=[*BUDGETS_OF_ROWS]),
+    "samples-repeated": "{long(row='scout-1024').kl} with `budget=1024`, "
+    "{long(row='scout:samples=512').kl} with `samples=512`, {long(row='scout:samples=256').kl} with `samples=256`",
     "choosing-quality": quality_table,
     "choosing-lengths": lengths_table,
     "results-context": lambda: table(
-        rows(LONG), "row: {row} | attention, ms: {attention:3} | step, ms: {step:3} | read: {read_ratio:.0%} | KL: {kl}"
+        rows("context_attention_32k"),
+        "row: {row} | attention, ms: {attention:3} | step, ms: {step:3} | read: {read_ratio:.0%} | KL: {kl}",
     ),
     "results-perplexity": perplexity_table,
     "results-ruler": lambda: table(
@@ -607,7 +606,7 @@ FIGURES: dict[str, str | Callable[[], str]] = {
     "cpu-ratio-1-and-a-half": "{recalls().share['recall-1.5']:.0%}",
     "second-turn-hgca": partial(second_turn, "hgca-0.1"),
     "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
-    "hgca-perplexity": told("perplexity", LOST, row="hgca-0.25-1", kind=["code", "prose"]),
+    "hgca-perplexity": "{lost(perplexity(kind='code'))} and {lost(perplexity(kind='prose'))}",
     "tuned": tuned,
     "saved-prefill": "{saved().prefill_s} s",
     "saved-load": "{saved().load_s} s",
@@ -628,17 +627,18 @@ FIGURES: dict[str, str | Callable[[], str]] = {
     "papers-cpu-ratio-never": "{recalls().share['never-1']:.1%}",
     "papers-recall-1": "{recalls().share['recall-1']:.1%}, every {recalls().interval['recall-1']} steps",
     "papers-recall-1.5": "{recalls().share['recall-1.5']:.1%}, every {recalls().interval['recall-1.5']} steps",
-    "papers-2wikimqa": told("longbench", "{score:.1f} ({WIKI[row]})", ", ", row=[*WIKI], task="2wikimqa"),
+    "papers-2wikimqa": "{wiki(row='full').score:.1f} (full), {wiki(row='scout:budget=1024').score:.1f} (1,024), "
+    "{wiki(row='scout:budget=512').score:.1f} (512)",
     "papers-batch": "{batches().dynamic[32768, 4] / batches().budget[32768, 4]}×",
-    "papers-window-weight": told(
-        "attention_stats", "{weight:.0%} (layer {layer:.0f})", ", ", layer=[0, 15, 29], first=1, newest=512
-    ),
+    "papers-window-weight": "{newest(layer=0).weight:.0%} (layer 0), {newest(layer=15).weight:.0%} (layer 15), "
+    "{newest(layer=29).weight:.0%} (layer 29)",
     "papers-heads-prose": lambda: between(rows("attention_stats_heads", text="prose").share, "{:.1%}"),
     "papers-heads-code": lambda: between(rows("attention_stats_heads", text="code").share, "{:.1%}"),
     "papers-normality": "{rows('attention_stats_scores').quantile_correlation.min():3}",
-    "papers-steady": lambda: tell("{:.0f} ms a token; full attention {:.0f} ms", *rows("decode_steady", **STEADY).p50),
-    "papers-steady-tail": told("decode_steady", "{p99_p50:.2f}", "; full attention ", **STEADY),
-    "papers-attention-32k": told(LONG, "{attention:3} ms ({LONG_ROWS[row]})", ", ", row=[*LONG_ROWS]),
+    "papers-steady": "{steady(row='hgca-1024').p50:.0f} ms a token; full attention {steady(row='dynamic').p50:.0f} ms",
+    "papers-steady-tail": "{steady(row='hgca-1024').p99_p50:.2f}; full attention {steady(row='dynamic').p99_p50:.2f}",
+    "papers-attention-32k": "{long(row='hgca-0.1').attention:3} ms (hgca), {long(row='full').attention:3} ms (full), "
+    "{long(row='dynamic').attention:3} ms (sdpa)",
     "papers-needed": lambda: tell(
         "{needed_16:.1%} (16), {needed_32:.1%} (32), {needed_128:.1%} (128)", **trained().loc["0.1"]
     ),
@@ -646,7 +646,7 @@ FIGURES: dict[str, str | Callable[[], str]] = {
     "papers-ruler-fluxion": "{ruler().less['fluxion', 'tau=0.1']}",
     "papers-ruler-fixed": "{ruler().less['fixed_hybrid', 'budget=0.05']}",
     "papers-retrieval": "{retrieval(6144)}; {retrieval(32768)}",
-    "papers-mixed": told("context_attention_batches", "{attention:3} ms", " against ", **MIXED),
+    "papers-mixed": "{mixed(context='4096+512').attention:3} ms against {mixed(context='4096+4096').attention:3} ms",
     "papers-predictor-share": "{row('context_attention_predict', context=8192).predict_share:.1%}",
     "papers-tau": lambda: tell(
         "{}, {}, {} MiB chosen, KL {}, {}, {}",
@@ -657,35 +657,35 @@ FIGURES: dict[str, str | Callable[[], str]] = {
     "gpu-sources": partial(sources, "h[12]00/*.csv"),
     "gpu-defaults": lambda: table(
         rows("h100/defaults"),
-        "card: {card} | context: {context:,.0f} | rows: {batch:.0f} | by default: {DEFAULT.get(default, default)} | "
+        "card: {card} | context: {context:,.0f} | rows: {batch:.0f} | by default: {BY_DEFAULT.get(default, default)} | "
         "attend all: {full_ms:3} | choose: {chosen_ms:3} | few resident: {split_ms:3} | `DynamicCache`: {stock_ms:3}",
     ),
     "gpu-h200": partial(gpu_table, "h200"),
     "gpu-first-token": "{row('h200/prompt', row='default')['first']} s",
-    "gpu-busy": lambda: tell("{} and {} ms", *rows("h200/decode", **FULL_AND_DEFAULT).eval("busy * profiled")),
-    "gpu-between": lambda: tell("{} and {} ms", *rows("h200/decode", **FULL_AND_DEFAULT).between),
-    "gpu-chosen-before": h200("{p50:3}", row="default-graph", context=[32768, 65536], batch=8),
-    "gpu-filled": h200("{fill_s} s", row="full-resident-graph", batch=8, commit=["81ec37f", "d172962"]),
-    "gpu-stock-h200": "{row('h200/decode', row='dynamic').p50:3} ms",
-    "gpu-pinning": told("h200/pieces", "{gb_per_s}", variant=["ordinary, pinning", "huge, pinning"]),
-    "gpu-full-h200": h200("{p50:3}", row="full-resident-graph", batch=[1, 8], commit="d172962"),
-    "gpu-scout-h200": h200("{p50:3}", row="scout-graph", context=[32768, 65536], batch=8, commit="d172962"),
+    "gpu-busy": "{h200(FULL).busy * h200(FULL).profiled} and {h200(DEFAULT).busy * h200(DEFAULT).profiled} ms",
+    "gpu-between": "{h200(FULL)['between']} and {h200(DEFAULT)['between']} ms",
+    "gpu-chosen-before": "{h200(DEFAULT, 32, 8).p50:3} and {h200(DEFAULT, 64, 8).p50:3}",
+    "gpu-filled": "{h200(FULL, 32, 8, '81ec37f').fill_s} s and {h200(FULL, 32, 8).fill_s} s",
+    "gpu-stock-h200": "{h200('dynamic', commit='81ec37f').p50:3} ms",
+    "gpu-pinning": "{pinned(variant='ordinary, pinning').gb_per_s} and {pinned(variant='huge, pinning').gb_per_s}",
+    "gpu-full-h200": "{h200(FULL).p50:3} and {h200(FULL, 32, 8).p50:3}",
+    "gpu-scout-h200": "{h200('scout-graph', 32, 8).p50:3} and {h200('scout-graph', 64, 8).p50:3}",
     "gpu-decode": partial(gpu_table, "h100"),
     "gpu-tests": "{gpu_tests('h100')}; on an H200 {gpu_tests('h200')}, as many as there was time for",
-    "gpu-gain": "{gpu('scout-graph', 64, 8).tokens_per_s / gpu('full-resident-graph', 64).tokens_per_s}×",
-    "gpu-steps": told("h100/decode", "{p50} ms", " beside ", row=["scout-graph", "full-resident-graph"], **ONE_ROW),
-    "gpu-for-nothing": "{asking_ms()} of its {gpu('full-resident-graph', 64).p50} ms",
-    "gpu-dynamic": "{slower('dynamic', 'full-resident-graph', 64)}×",
+    "gpu-gain": "{gpu('scout-graph', 64, 8).tokens_per_s / gpu(FULL, 64).tokens_per_s}×",
+    "gpu-steps": "{gpu('scout-graph', 32).p50} ms beside {gpu(FULL, 32).p50} ms",
+    "gpu-for-nothing": "{asking_ms()} of its {gpu(FULL, 64).p50} ms",
+    "gpu-dynamic": "{slower('dynamic', FULL, 64)}×",
     "gpu-offloaded": "{slower('offloading', 'scout-graph', 32, 8)}×",
     "gpu-eager": "{slower('scout', 'scout-graph', 32)}× and {slower('scout', 'scout-graph', 32, 8)}×",
     "gpu-hand-over": "{rows('h100/handoff', work='nothing').p50.min()} µs if the work is nothing, "
     "{rows('h100/handoff').p50.iloc[-1]} µs with "
     "{rows('h100/handoff').work.iloc[-1].replace('a head', 'for each KV head')}",
-    "gpu-idle": told("h100/decode", IDLE, row="scout-graph", batch=16),
+    "gpu-idle": "{idle().waiting + idle().moving:.1%} of the time it waits, {idle().gaps:.0%} it has nothing to run",
     "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
     "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
     "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
-    "gpu-merge": told("h100/kernels", "{p50} µs in place of {floor:1} µs", operation="merge_with_host", batch=1),
+    "gpu-merge": "{merged().p50} µs in place of {merged().floor:1} µs",
     "gpu-ablation": "pre-computation {slower('scout-off-graph', 'scout-graph', 32):.2f}×, "
     "recall {slower('scout-no-recall-graph', 'scout-graph', 32):.2f}×",
     "families-count": "{rows('families').status.str.startswith('exact').sum():.0f}",
