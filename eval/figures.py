@@ -4,10 +4,10 @@
     python eval/figures.py --check
     python eval/figures.py docs/results.md
 
-A number stands between two comments, `<!--fig:NAME-->16×<!--/fig-->`; a table between the same two on lines of their
-own. NAME is a key of `FIGURES`, at the end of this file: to add one, put there what returns the text, and the empty
-comments into the page, and run this script. `--check` changes nothing, names what differs and exits with 1; a test runs
-it.
+A figure stands between two comments, the first of which has its template: `<!--fig:{saved().load_s}-->1.1<!--/fig-->`.
+A template's fields are expressions of what this file has. A table has the comments on lines of their own, and a
+function as the field: `<!--fig:{losses('scout')}-->`. To add a figure, write the comments into a page and run this
+script. `--check` changes nothing, names what differs and exits with 1; a test runs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, partial
 from os.path import commonprefix
 from pathlib import Path
@@ -27,7 +27,7 @@ import typer
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
 FIELD = re.compile(r"\{(.*?)(?::([\d,.+%f]*))?\}")
-MARK = re.compile(r"(<!--fig:([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
+MARK = re.compile(r"(<!--fig:(.*?)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 
 # Rows of CSVs, numbers and tables
 
@@ -89,10 +89,9 @@ def tell(template: str, *values: float, **columns: Any) -> str:
     return FIELD.sub(field, template)
 
 
-def between(values: Iterable[float], template: str) -> str:
+def between(values: Iterable[float], spec: str = "", unit: str = "") -> str:
     """The least and the largest of some values."""
-    found = sorted(values)
-    return f"{tell(template, found[0])} to {tell(template, found[-1])}"
+    return f"{Number(min(values)):{spec}}{unit} to {Number(max(values)):{spec}}{unit}"
 
 
 def lines(titles: str, found: Iterable[str], words: int = 1) -> str:
@@ -142,6 +141,14 @@ def peers_slower() -> str:
     return f"{ms.index[ms[LLAMA] < ms[OURS]].max() // 1024}k tokens"
 
 
+def peers_table() -> str:
+    return table(
+        rows("peers"),
+        "way: {way} | context: {context:,.0f} | prompt, s: {prefill_s:3} | ms a token: {p50:3} | "
+        "peak, MiB: {peak_mib:3} | KL: {None if way == DYNAMIC else kl}",
+    )
+
+
 def peers_summary() -> str:
     frame = rows("peers", way=[*WAYS]).replace({"context": {8192: "8k", 32768: "32k"}})
     times = "@: ms a token: {p50_@:3} | @: prompt, s: {prefill_s_@:3} | "
@@ -160,6 +167,12 @@ def linear_speed() -> str:
     )
 
 
+def gguf_dtypes() -> str:
+    return table(
+        rows("gguf_dtypes"), "loaded: {way} | layers: {layers} | prompt, s: {prompt_s:3} | ms a token: {p50:3}", words=2
+    )
+
+
 def batches(threads: int = 2) -> pd.DataFrame:
     """Milliseconds a step of several rows at once: by length of a row and their number; dynamic, budget, samples."""
     ways = {"dynamic": "dynamic", "scout:budget=1024": "budget", "scout:samples=512": "samples"}
@@ -169,10 +182,15 @@ def batches(threads: int = 2) -> pd.DataFrame:
     return frame.pivot(index=["length", "batch"], columns="row", values="step").rename(columns=ways)
 
 
+def batches_table() -> str:
+    columns = "context: {length:,.0f} | rows: {batch:.0f} | `DynamicCache`: {dynamic:3} | `budget=1024`: {budget:3} | "
+    return table(batches().reset_index(), columns + "`samples=512`: {samples:3}")
+
+
 def samples_time(length: int) -> str:
     """The time of a step with samples to that with a budget, over threads and batches."""
     found = pd.concat([batches(threads).loc[length] for threads in (1, 2)])
-    return between(found.samples / found.budget, "{:.2f}") + " times"
+    return between(found.samples / found.budget, ".2f") + " times"
 
 
 # What policies find and lose
@@ -225,6 +243,13 @@ def losses(policy: str) -> str:
         f"bfloat16 (`pareto.csv`). Needles: eight RULER tasks at 4k, {full.samples} samples, score from 0 to 100; "
         f"`full` scores {full.score:.1f} (`ruler.csv`)."
     )
+
+
+def budgets_table() -> str:
+    """KL on running text by the budget of `scout`."""
+    scout = by_setting("pareto").loc["scout"]
+    kl = each((f"{one:.4f}" for one in scout.kl), "@")
+    return lines(f" | {each(scout.knobs, '`@`')}", [f"KL to full attention | {kl}"])
 
 
 def quality_table() -> str:
@@ -285,6 +310,11 @@ def second_turn(name: str) -> str:
     return f"{len(mine.merge(full))} of {len(full)}"
 
 
+def second_turns() -> str:
+    names = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
+    return lines("row | found", [f"{called} | {second_turn(name)}" for name, called in names.items()])
+
+
 FIDELITY = {
     "scout-off": 'scout, real query (`lookahead="off"`)',
     "scout-off-int8": "the same over int8 blocks",
@@ -324,6 +354,12 @@ def by_policy(name: str) -> str:
     )
 
 
+def ruler_table() -> str:
+    """Scores in RULER and differences to full attention, in the order of the file."""
+    columns = "row: {row.replace('predictor=predictor.safetensors,', '')} | score: {score:.1f} | "
+    return table(ruler(), columns + "difference to full attention: {less}")
+
+
 def ruler(name: str = "ruler") -> pd.DataFrame:
     """Averages over RULER's tasks by policy and knobs; `less`, the difference to full attention as text."""
     frame = by_setting(name, task="average")
@@ -340,6 +376,17 @@ def fluxion_table() -> str:
     frame = pd.concat([rows(f"context_attention_fluxion_{kind}", row=[*FLUXION]) for kind in ("code", "prose")])
     columns = "text: {kind} | row: {FLUXION[row]} | chosen, MiB a token: {chosen_MiB:3} | KL: {kl} | "
     return table(frame, columns + "same top token: {top1:.0%}", words=2)
+
+
+def context_table() -> str:
+    columns = "row: {row} | attention, ms: {attention:3} | step, ms: {step:3} | read: {read_ratio:.0%} | KL: {kl}"
+    return table(rows("context_attention_32k"), columns)
+
+
+def taus() -> str:
+    """What fluxion chooses and loses by τ."""
+    frame = rows("context_attention_tau").iloc[1:]
+    return tell("{}, {}, {} MiB chosen, KL {}, {}, {}", *frame.chosen_MiB, *frame.kl)
 
 
 def trained() -> pd.DataFrame:
@@ -383,6 +430,17 @@ def recalls() -> pd.DataFrame:
     steps = (frame.recall_interval * frame.recalls).groupby(frame.row, sort=False).first()
     interval = steps * by_row.size() / by_row.recalls.sum()
     return pd.DataFrame({"share": by_row.cpu_ratio.mean(), "interval": interval}).rename_axis("row")
+
+
+def recalls_table() -> str:
+    columns = "recall, resident set in budgets: {row} | CPU ratio: {share:.1%} | steps between recalls: {interval}"
+    return table(recalls().reset_index(), columns)
+
+
+def saving_table() -> str:
+    columns = "row: {row} | prefill, s: {prefill_s} | save, s: {save_s} | load, s: {load_s} | "
+    columns += "prefill / (save + load): {speedup}× | host memory with three forks / without: {fork_bytes:.3f}"
+    return table(rows("save_load", tokens=8192), columns)
 
 
 def serve_table() -> str:
@@ -437,6 +495,12 @@ def cache_of(row: str, replay: str) -> str:
     return CACHES[name] + ", graph" * (name != row) + ", by a script" * (replay != "none")
 
 
+def defaults_table() -> str:
+    columns = "card: {card} | context: {context:,.0f} | rows: {batch:.0f} | by default: "
+    columns += "{BY_DEFAULT.get(default, default)} | attend all: {full_ms:3} | choose: {chosen_ms:3} | "
+    return table(rows("h100/defaults"), columns + "few resident: {split_ms:3} | `DynamicCache`: {stock_ms:3}")
+
+
 def gpu_table(machine: str) -> str:
     """Decoding on a GPU. Rows that did not fit are left out, and on an H200 those whose code was changed later."""
     frame = rows(f"{machine}/decode").dropna(subset="p50").sort_values(["context", "batch"], kind="stable")
@@ -471,7 +535,7 @@ def asking_ms() -> float:
 def gpu_floor(operation: str, **columns: Any) -> str:
     """How many times as long operations take as their bytes do."""
     ratios = rows("h100/kernels", operation=operation, **columns).of_floor
-    return tell("{}×", ratios.iloc[0]) if len(ratios) == 1 else between(ratios, "{}×")
+    return f"{Number(ratios.iloc[0])}×" if len(ratios) == 1 else between(ratios, unit="×")
 
 
 def gpu_tests(machine: str) -> str:
@@ -513,184 +577,10 @@ steady = partial(row, "decode_steady")
 long = partial(row, "context_attention_32k")
 mixed = partial(row, "context_attention_batches", row="fluxion-0.1")
 pinned = partial(row, "h200/pieces")
+handoff = partial(rows, "h100/handoff")
+heads = partial(rows, "attention_stats_heads")
 idle = partial(row, "h100/decode", row="scout-graph", batch=16)
 merged = partial(row, "h100/kernels", operation="merge_with_host", batch=1)
-
-FIGURES: dict[str, str | Callable[[], str]] = {
-    # README.md and docs/results.md
-    "peers-threads": "{peer(way=OURS).threads:.0f}",
-    "peers-processor": "{processor(peer(way=OURS).cpu).replace(' (', ' processor (')}",
-    "peers-dynamic": "{peer(way=DYNAMIC).p50 / peer(way=OURS).p50}×",
-    "peers-static": "{peer(way=STATIC).p50 / peer(way=OURS).p50}×",
-    "peers-llama": "{peer(way=LLAMA).p50 / peer(way=OURS).p50}×",
-    "peers-slower": peers_slower,
-    "peers-summary": peers_summary,
-    "results-peers": lambda: table(
-        rows("peers"),
-        "way: {way} | context: {context:,.0f} | prompt, s: {prefill_s:3} | ms a token: {p50:3} | "
-        "peak, MiB: {peak_mib:3} | KL: {None if way == DYNAMIC else kl}",
-    ),
-    "linear-speed": linear_speed,
-    "gguf-dtypes": lambda: table(
-        rows("gguf_dtypes"), "loaded: {way} | layers: {layers} | prompt, s: {prompt_s:3} | ms a token: {p50:3}", words=2
-    ),
-    "results-batch": lambda: table(
-        batches().reset_index(),
-        "context: {length:,.0f} | rows: {batch:.0f} | `DynamicCache`: {dynamic:3} | `budget=1024`: {budget:3} | "
-        "`samples=512`: {samples:3}",
-    ),
-    "results-needles": needles_table,
-    "results-second-turn": lambda: lines(
-        "row | found",
-        [f"hgca | {second_turn('hgca-0.1')}", f"hgca, `reevaluate=False` | {second_turn('hgca-0.1-once')}"],
-    ),
-    "results-fidelity": fidelity_table,
-    "scout-samples": samples_table,
-    "samples-time-8k": partial(samples_time, 8192),
-    "samples-time-32k": partial(samples_time, 32768),
-    "samples-repeated": "{long(row='scout-1024').kl} with `budget=1024`, "
-    "{long(row='scout:samples=512').kl} with `samples=512`, {long(row='scout:samples=256').kl} with `samples=256`",
-    "choosing-quality": quality_table,
-    "choosing-lengths": lengths_table,
-    "results-context": lambda: table(
-        rows("context_attention_32k"),
-        "row: {row} | attention, ms: {attention:3} | step, ms: {step:3} | read: {read_ratio:.0%} | KL: {kl}",
-    ),
-    "results-perplexity": perplexity_table,
-    "results-ruler": lambda: table(
-        ruler(),
-        "row: {row.replace('predictor=predictor.safetensors,', '')} | score: {score:.1f} | "
-        "difference to full attention: {less}",
-    ),
-    "results-fluxion": fluxion_table,
-    "results-ratio": lambda: table(
-        recalls().reset_index(),
-        "recall, resident set in budgets: {row} | CPU ratio: {share:.1%} | steps between recalls: {interval}",
-    ),
-    "results-save": lambda: table(
-        rows("save_load", tokens=8192),
-        "row: {row} | prefill, s: {prefill_s} | save, s: {save_s} | load, s: {load_s} | "
-        "prefill / (save + load): {speedup}× | host memory with three forks / without: {fork_bytes:.3f}",
-    ),
-    "results-steady": steady_table,
-    "results-kernels": kernels_table,
-    "results-sources": partial(sources, "*.csv"),
-    # docs/policies, docs/choosing.md, docs/long-documents.md and docs/chat.md
-    **{
-        f"losses-{policy}": partial(losses, policy)
-        for policy in ("full", "window", "scout", "quest", "hgca", "fixed_hybrid", "h2o", "infinigen")
-    },
-    "losses-fluxion": fluxion_table,
-    "needles-fluxion": lambda: tell(
-        "{:.1f} where its baseline scores {:.1f} and `full` {:.1f}",
-        *ruler().score.loc[[("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", "")]],
-    ),
-    "train-fluxion": train_table,
-    "extraction": extraction_table,
-    "hidden-numbers-drawn": partial(hidden_numbers, "scout:samples=512", "needle_samples"),
-    "hidden-numbers-drawn-256": partial(hidden_numbers, "scout:samples=256", "needle_samples"),
-    "hidden-numbers-drawn-full": partial(hidden_numbers, "full", "needle_samples"),
-    "hidden-numbers-drawn-lost": lost_drawn_numbers,
-    "ruler-policies": partial(by_policy, "ruler"),
-    "ruler-samples": partial(by_policy, "ruler_samples"),
-    "hidden-numbers-full": partial(hidden_numbers, "full"),
-    "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
-    "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
-    "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
-    "paper-digest": "{digest_kl().median()}×",
-    "budget-kl": lambda: lines(
-        f" | {each(by_setting('pareto').loc['scout'].knobs, '`@`')}",
-        [f"KL to full attention | {' | '.join(f'{kl:.4f}' for kl in by_setting('pareto').loc['scout'].kl)}"],
-    ),
-    "cpu-ratio-1": "{recalls().share['recall-1']:.0%}",
-    "cpu-ratio-1-and-a-half": "{recalls().share['recall-1.5']:.0%}",
-    "second-turn-hgca": partial(second_turn, "hgca-0.1"),
-    "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
-    "hgca-perplexity": "{lost(perplexity(kind='code'))} and {lost(perplexity(kind='prose'))}",
-    "tuned": tuned,
-    "saved-prefill": "{saved().prefill_s} s",
-    "saved-load": "{saved().load_s} s",
-    "store-tokens": "{turn().tokens:,.0f}",
-    "store-none": "{turn().turn_none_s} s",
-    "store-ram": "{turn().turn_ram_s} s",
-    "store-disk": "{turn().turn_disk_s} s",
-    "store-cold": "{turn().turn_cold_disk_s} s",
-    "serve": serve_table,
-    "serve-tokens": "{rows('serve').tokens.iloc[0]:,.0f}",
-    "saved-bytes": "{saved().disk_bytes / 2**20:.0f} MiB",
-    "saved-bytes-int8": "{saved(row='scout-1024-int8').disk_bytes / 2**20:.0f} MiB",
-    "forked-bytes": "{saved().fork_bytes:.2f}×",
-    # docs/concepts.md and docs/papers.md
-    "papers-cosine": "{recall().query_cosine.mean()}",
-    "papers-cosine-range": lambda: between(recall().query_cosine.dropna(), "{}"),
-    "papers-overlap": "{recall().selection_overlap.mean():.0%}",
-    "papers-cpu-ratio-never": "{recalls().share['never-1']:.1%}",
-    "papers-recall-1": "{recalls().share['recall-1']:.1%}, every {recalls().interval['recall-1']} steps",
-    "papers-recall-1.5": "{recalls().share['recall-1.5']:.1%}, every {recalls().interval['recall-1.5']} steps",
-    "papers-2wikimqa": "{wiki(row='full').score:.1f} (full), {wiki(row='scout:budget=1024').score:.1f} (1,024), "
-    "{wiki(row='scout:budget=512').score:.1f} (512)",
-    "papers-batch": "{batches().dynamic[32768, 4] / batches().budget[32768, 4]}×",
-    "papers-window-weight": "{newest(layer=0).weight:.0%} (layer 0), {newest(layer=15).weight:.0%} (layer 15), "
-    "{newest(layer=29).weight:.0%} (layer 29)",
-    "papers-heads-prose": lambda: between(rows("attention_stats_heads", text="prose").share, "{:.1%}"),
-    "papers-heads-code": lambda: between(rows("attention_stats_heads", text="code").share, "{:.1%}"),
-    "papers-normality": "{rows('attention_stats_scores').quantile_correlation.min():3}",
-    "papers-steady": "{steady(row='hgca-1024').p50:.0f} ms a token; full attention {steady(row='dynamic').p50:.0f} ms",
-    "papers-steady-tail": "{steady(row='hgca-1024').p99_p50:.2f}; full attention {steady(row='dynamic').p99_p50:.2f}",
-    "papers-attention-32k": "{long(row='hgca-0.1').attention:3} ms (hgca), {long(row='full').attention:3} ms (full), "
-    "{long(row='dynamic').attention:3} ms (sdpa)",
-    "papers-needed": lambda: tell(
-        "{needed_16:.1%} (16), {needed_32:.1%} (32), {needed_128:.1%} (128)", **trained().loc["0.1"]
-    ),
-    "papers-streaming": "{trained().streaming_share['0.1']:.0%}",
-    "papers-ruler-fluxion": "{ruler().less['fluxion', 'tau=0.1']}",
-    "papers-ruler-fixed": "{ruler().less['fixed_hybrid', 'budget=0.05']}",
-    "papers-retrieval": "{retrieval(6144)}; {retrieval(32768)}",
-    "papers-mixed": "{mixed(context='4096+512').attention:3} ms against {mixed(context='4096+4096').attention:3} ms",
-    "papers-predictor-share": "{row('context_attention_predict', context=8192).predict_share:.1%}",
-    "papers-tau": lambda: tell(
-        "{}, {}, {} MiB chosen, KL {}, {}, {}",
-        *rows("context_attention_tau").chosen_MiB.iloc[1:],
-        *rows("context_attention_tau").kl.iloc[1:],
-    ),
-    # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
-    "gpu-sources": partial(sources, "h[12]00/*.csv"),
-    "gpu-defaults": lambda: table(
-        rows("h100/defaults"),
-        "card: {card} | context: {context:,.0f} | rows: {batch:.0f} | by default: {BY_DEFAULT.get(default, default)} | "
-        "attend all: {full_ms:3} | choose: {chosen_ms:3} | few resident: {split_ms:3} | `DynamicCache`: {stock_ms:3}",
-    ),
-    "gpu-h200": partial(gpu_table, "h200"),
-    "gpu-first-token": "{row('h200/prompt', row='default')['first']} s",
-    "gpu-busy": "{h200(FULL).busy * h200(FULL).profiled} and {h200(DEFAULT).busy * h200(DEFAULT).profiled} ms",
-    "gpu-between": "{h200(FULL)['between']} and {h200(DEFAULT)['between']} ms",
-    "gpu-chosen-before": "{h200(DEFAULT, 32, 8).p50:3} and {h200(DEFAULT, 64, 8).p50:3}",
-    "gpu-filled": "{h200(FULL, 32, 8, '81ec37f').fill_s} s and {h200(FULL, 32, 8).fill_s} s",
-    "gpu-stock-h200": "{h200('dynamic', commit='81ec37f').p50:3} ms",
-    "gpu-pinning": "{pinned(variant='ordinary, pinning').gb_per_s} and {pinned(variant='huge, pinning').gb_per_s}",
-    "gpu-full-h200": "{h200(FULL).p50:3} and {h200(FULL, 32, 8).p50:3}",
-    "gpu-scout-h200": "{h200('scout-graph', 32, 8).p50:3} and {h200('scout-graph', 64, 8).p50:3}",
-    "gpu-decode": partial(gpu_table, "h100"),
-    "gpu-tests": "{gpu_tests('h100')}; on an H200 {gpu_tests('h200')}, as many as there was time for",
-    "gpu-gain": "{gpu('scout-graph', 64, 8).tokens_per_s / gpu(FULL, 64).tokens_per_s}×",
-    "gpu-steps": "{gpu('scout-graph', 32).p50} ms beside {gpu(FULL, 32).p50} ms",
-    "gpu-for-nothing": "{asking_ms()} of its {gpu(FULL, 64).p50} ms",
-    "gpu-dynamic": "{slower('dynamic', FULL, 64)}×",
-    "gpu-offloaded": "{slower('offloading', 'scout-graph', 32, 8)}×",
-    "gpu-eager": "{slower('scout', 'scout-graph', 32)}× and {slower('scout', 'scout-graph', 32, 8)}×",
-    "gpu-hand-over": "{rows('h100/handoff', work='nothing').p50.min()} µs if the work is nothing, "
-    "{rows('h100/handoff').p50.iloc[-1]} µs with "
-    "{rows('h100/handoff').work.iloc[-1].replace('a head', 'for each KV head')}",
-    "gpu-idle": "{idle().waiting + idle().moving:.1%} of the time it waits, {idle().gaps:.0%} it has nothing to run",
-    "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
-    "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
-    "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
-    "gpu-merge": "{merged().p50} µs in place of {merged().floor:1} µs",
-    "gpu-ablation": "pre-computation {slower('scout-off-graph', 'scout-graph', 32):.2f}×, "
-    "recall {slower('scout-no-recall-graph', 'scout-graph', 32):.2f}×",
-    "families-count": "{rows('families').status.str.startswith('exact').sum():.0f}",
-}
-"""The text of each name: a template, or what returns the text."""
 
 
 def pages() -> list[Path]:
@@ -702,11 +592,8 @@ def write(text: str) -> str:
     """A page with its figures made anew."""
 
     def fill(mark: re.Match[str]) -> str:
-        start, name, old, end = mark.groups()
-        if name not in FIGURES:
-            raise ValueError(f"figure {name!r} is unknown; add it to eval/figures.py")
-        figure = FIGURES[name]
-        made = tell(figure) if isinstance(figure, str) else figure()
+        start, template, old, end = mark.groups()
+        made = tell(template)
         return f"{start}\n{made}\n{end}" if old.startswith("\n") else f"{start}{made}{end}"
 
     return MARK.sub(fill, text)
