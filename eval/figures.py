@@ -245,13 +245,6 @@ def losses(policy: str) -> str:
     )
 
 
-def budgets_table() -> str:
-    """KL on running text by the budget of `scout`."""
-    scout = by_setting("pareto").loc["scout"]
-    kl = each((f"{one:.4f}" for one in scout.kl), "@")
-    return lines(f" | {each(scout.knobs, '`@`')}", [f"KL to full attention | {kl}"])
-
-
 def quality_table() -> str:
     """What a KV head reads, of all methods."""
     frame = rows("quality")
@@ -308,11 +301,6 @@ def second_turn(name: str) -> str:
     """How many of the numbers that full attention finds in a second turn a row finds, too."""
     full, mine = (rows("second_turn", row=one, found=1)[["kind", "seed"]] for one in ("dynamic", name))
     return f"{len(mine.merge(full))} of {len(full)}"
-
-
-def second_turns() -> str:
-    names = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
-    return lines("row | found", [f"{called} | {second_turn(name)}" for name, called in names.items()])
 
 
 FIDELITY = {
