@@ -122,9 +122,6 @@ def each(names: Iterable[Any], columns: str) -> str:
 # Beside the alternatives
 
 OURS, DYNAMIC, STATIC, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "llama.cpp"
-WAYS = {OURS: f"`{OURS}`", "hf_offload with stock layers": "hf_offload with stock layers", DYNAMIC: f"`{DYNAMIC}`"}
-WAYS |= {STATIC: f"`{STATIC}`", LLAMA: LLAMA}
-"""The ways of peers.csv, as pages write them."""
 ANSWER = 300
 """Tokens of an answer: for the time of a prompt and an answer, computed from both, not timed together."""
 
@@ -150,10 +147,11 @@ def peers_table() -> str:
 
 
 def peers_summary() -> str:
-    frame = rows("peers", way=[*WAYS]).replace({"context": {8192: "8k", 32768: "32k"}})
+    frame = rows("peers", context=[8192, 32768]).replace({"context": {8192: "8k", 32768: "32k"}})
     times = "@: ms a token: {p50_@:3} | @: prompt, s: {prefill_s_@:3} | "
     times += f"@: prompt + {ANSWER} × a token, s: {{prefill_s_@ + ANSWER * p50_@ / 1000:3}}"
-    return table(wide(frame, "way", "context"), f": {{WAYS[way]}} | {each(('8k', '32k'), times)}")
+    way = "{way if ' ' in way or way == LLAMA else '`' + way + '`'}"
+    return table(wide(frame, "way", "context"), f": {way} | {each(('8k', '32k'), times)}")
 
 
 def linear_speed() -> str:
