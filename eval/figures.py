@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from os.path import commonprefix
 from pathlib import Path
@@ -528,6 +528,61 @@ def gpu_tests(machine: str) -> str:
     """How many tests passed on a GPU, and how many did not."""
     passed, failed = rows(f"{machine}/correctness")[["passed", "failed"]].sum()
     return f"{passed} tests passed, {failed or 'none'} failed"
+
+
+# Model types
+
+FALLBACK = re.compile(r"because (?:it has |its )?(.*?): (?:it is|they are) exact")
+"""What the warning gives as the reason why layers keep Transformers' own cache."""
+
+
+def walked() -> pd.Series:
+    """What the walk over the model types depended on."""
+    return rows("families").iloc[0]
+
+
+def code(text: str) -> str:
+    """A text as code."""
+    return f"`{text}`"
+
+
+def model_counts() -> str:
+    """How many types have which result, and those that show a bug."""
+    from walk.configs import causal_types  # whose import takes seconds
+
+    frame, found = rows("families"), []
+    causal = frame.model_type.isin(causal_types())
+    for status in ("exact", "exact by stock fallback", "refused", "not run", "wrong", "error"):
+        mine = frame.status == status
+        if mine.any() or status == "wrong":
+            found.append(f"{status} | {(mine & causal).sum()} | {(mine & ~causal).sum()}")
+    counts = lines("result | causal language models | multimodal models", found, words=3)
+    return "\n\n".join(filter(None, [counts, model_types("wrong"), model_types("error")]))
+
+
+def model_types(status: str) -> str:
+    """The types with a result, in lists by reason, the longest first."""
+    groups: dict[str, list[str]] = {}
+    for one in rows("families").astype(object).fillna("").to_dict("records"):
+        if one["status"] == status:
+            groups.setdefault(reason_of(one), []).append(code(one["model_type"]))
+    longest = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return "\n\n".join(f"**{reason}** ({len(types)}): {', '.join(types)}." for reason, types in longest)
+
+
+def reason_of(row: Mapping[str, Any]) -> str:
+    """What the types of one list have in common: layers held, or the message without what only this type has."""
+    message = " ".join(row["message"].split())
+    if row["status"] == "exact":
+        return f"{row['held']} of {row['layers']} layers held" + (f"; {message}" if message else "")
+    if found := FALLBACK.search(message):
+        return found[1]
+    if row["status"] == "not run":
+        if not row.get("model"):
+            return "a tiny model could not be built"
+        return "a tiny model does not run with Transformers' own cache" if "own cache" in message else message
+    message = re.sub(r"^\w+Error: |; use DynamicCache.*", "", message).replace("<", "&lt;")
+    return re.sub(r"list of \d+", "list of", message.replace(row["model"], "the model"))
 
 
 def sources(files: str) -> str:

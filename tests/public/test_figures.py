@@ -12,7 +12,7 @@ from figures import MARK, ROOT, pages, write
 
 OTHERS = {"architecture.md", "design-notes.md", "design-notes-methods.md", "models.md"}
 PAGES = [page for page in pages() if page.name not in OTHERS]
-"""The first three of the others are no pages of the guide; models.md is written by eval/families.py."""
+"""The first three of the others are no pages of the guide; models.md depends on the installed Transformers."""
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 UNITS = re.compile(
     r"[\d.,]*\d(?: ?(?:ms|µs|s|×|%|[KMG]i?B(?:/s)?)(?![\w/])| (?:seconds|minutes)\b)|\bKL (?:of )?0\.\d+"
