@@ -53,9 +53,6 @@ class Asking:
     ] = None
     new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt in one forward; each row then reads for itself.")
-    ] = None
 
 
 def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **about: Any) -> None:
@@ -73,7 +70,7 @@ def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting:
         raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     about |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
-    about |= {name: getattr(asking, name) for name in ("new_tokens", "chat", "chunk")}
+    about |= {"new_tokens": asking.new_tokens, "chat": asking.chat}
     records = common.Records(setting.beside(".jsonl"), KEYS, about)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
@@ -90,7 +87,7 @@ def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting:
     keys = list(itertools.product(setups, rows))
     with tqdm(total=len(mine) * len(keys), disable=quiet, unit="answers") as bar:
         for sample, prompt in mine:
-            reading = Reading(model, prompt.ids.to(model.device), asking.chunk)
+            reading = Reading(model, prompt.ids.to(model.device))
             for setup, row in keys:
                 bar.set_description(f"{sample.task}, {row.name}")
                 key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
