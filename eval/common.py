@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import inspect
 import json
@@ -15,11 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -38,6 +38,8 @@ from turns import turn
 
 Item = TypeVar("Item")
 RESULTS = Path(__file__).parent / "results"
+OUT = RESULTS / f"{Path(sys.argv[0]).stem}.csv"
+"""Where the results of the script that runs go."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFSETS = {"prose": (2_000, 20_000, 40_000), "code": (5_000, 30_000, 60_000), "documentation": (5_000, 30_000, 60_000)}
 """Tokens at which the windows of a text begin."""
@@ -69,17 +71,15 @@ class Setting:
     """The options of a script that loads a model. `command` makes them of a parameter of this type."""
 
     model: Annotated[str | None, typer.Option(help="Hub name, folder or GGUF file; SmolLM2-135M by default.")] = None
-    dtype: Annotated[str, typer.Option(help=f"Weights and activations: {', '.join(DTYPES)}.")] = "bfloat16"
+    dtype: Annotated[Literal[*DTYPES], typer.Option(help="Weights and activations.")] = "bfloat16"
     threads: ThreadsOption = 0
-    out: OutOption = RESULTS
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise typer.BadParameter(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+    out: OutOption = OUT
 
     def load(self, device: torch.device | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Set the number of threads and load the model and its tokenizer."""
-        return load(self.model, self.dtype, self.threads, device)
+        """Set the number of threads (0: torch's own choice) and load the model and its tokenizer."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        return assets.load_demo_model(self.model, dtype=DTYPES[self.dtype], device=device)
 
     def write(self, records: Sequence[Mapping[str, Any]], part: str = "") -> None:
         """Write the CSV, or `OUT_part.csv` beside it; every row gets the dtype."""
@@ -122,27 +122,26 @@ EXACT, EXACT_TEXT = Setting(dtype="float32"), TextSetting(dtype="float32")
 def command(main: Callable[..., None]) -> typer.Typer:
     """Make a command line of a script's function (with plain tracebacks: those of a model's forward are long).
 
-    A parameter that is a dataclass stands for its fields. The results' path is the script's name by default.
+    A parameter that is a dataclass stands for its fields.
     """
-    hints, groups, options = get_type_hints(main, include_extras=True), {}, []
-    for one in inspect.signature(main).parameters.values():
-        kind = hints[one.name]
-        if not is_dataclass(kind):
-            options.append(one.replace(kind=one.KEYWORD_ONLY, annotation=kind))
-            continue
-        groups[one.name] = kind
-        usual, inner = kind() if one.default is one.empty else one.default, get_type_hints(kind, include_extras=True)
-        for each in fields(kind):
-            own = RESULTS / f"{Path(inspect.getfile(main)).stem}.csv"
-            value = own if each.name == "out" else getattr(usual, each.name)
-            options.append(inspect.Parameter(each.name, one.KEYWORD_ONLY, default=value, annotation=inner[each.name]))
+    options, groups = [], {}
+    for one in inspect.signature(main, eval_str=True).parameters.values():
+        if is_dataclass(one.annotation):
+            fields = inspect.signature(one.annotation, eval_str=True).parameters
+            usual = one.annotation() if one.default is one.empty else one.default
+            groups[one.name] = one.annotation, fields
+            options += [
+                each.replace(kind=each.KEYWORD_ONLY, default=getattr(usual, name)) for name, each in fields.items()
+            ]
+        else:
+            options.append(one.replace(kind=one.KEYWORD_ONLY))
 
+    @functools.wraps(main)
     def run(**given: Any) -> None:
-        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        made = {name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()}
         main(**given, **made)
 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    run.__doc__, run.__name__ = main.__doc__, main.__name__
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(run)
     return app
@@ -173,8 +172,12 @@ def numbers(text: str) -> list[int]:
 
 STOCK = ("dynamic", "static")
 """Transformers' own caches, under sdpa."""
-_SHORT = re.compile(r"(full|scout|window|hgca|fixed|fluxion)(?:-(\d[\d.]*))?(-int8|-once)?")
-_SUFFIXES = {None: {}, "-int8": {"host_dtype": "int8"}, "-once": {"reevaluate": False}}
+_SHORT = re.compile(r"(scout|window|hgca|fixed|fluxion)-(\d[\d.]*)(-int8|-once)?")
+_SUFFIXES: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "-int8": {"host_dtype": "int8"},
+    "-once": {"reevaluate": False},
+}
 _BETWEEN_ROWS = re.compile(r",(?!\s*\w+\s*=)")
 """A comma that no knob follows."""
 
@@ -214,7 +217,7 @@ class Row:
         if model.config._attn_implementation != wanted:
             model.set_attn_implementation(wanted)
 
-    @cached_property
+    @functools.cached_property
     def files(self) -> dict[str, str]:
         """Checksums of the files that its knobs name: the row's name does not tell what is in them."""
         named = {knob: Path(x) for knob, x in self.options.items() if isinstance(x, str | Path) and Path(x).is_file()}
@@ -225,13 +228,11 @@ FULL = Row("dynamic", "dynamic")
 """Full attention as Transformers computes it."""
 
 
-def row_of(text: str, tier: str | None = None, predictor: Path | None = None, stock: Sequence[str] = ()) -> Row:
-    """The row of a policy with knobs, of a short name, or of `stock`. In its name a knob's file has no folder.
+def row_of(text: str, tier: str | None = None, predictor: Path | None = None) -> Row:
+    """The row of a policy with knobs or of a short name. In its name a knob's file has no folder.
 
     `tier` is that of caches whose knobs say nothing of it, `predictor` a file for `fluxion` if its knobs name none.
     """
-    if text in stock:
-        return Row(text, text)
     try:
         if short := _SHORT.fullmatch(text):
             name, (policy, options) = text, _of_short(*short.groups())
@@ -247,12 +248,10 @@ def row_of(text: str, tier: str | None = None, predictor: Path | None = None, st
     return Row(name, policy, options if tier is None else {"tier": tier, **options})
 
 
-def _of_short(name: str, number: str | None, suffix: str | None) -> tuple[str, dict[str, Any]]:
-    value = None if number is None else float(number) if "." in number else int(number)
-    if value is None:
-        knobs: dict[str, Any] = {}
-    elif name == "hgca":
-        knobs = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
+def _of_short(name: str, number: str, suffix: str | None) -> tuple[str, dict[str, Any]]:
+    value = float(number) if "." in number else int(number)
+    if name == "hgca":
+        knobs: dict[str, Any] = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
     else:
         knobs = {"tau" if name == "fluxion" else "budget": value}
     return {"fixed": "fixed_hybrid"}.get(name, name), knobs | _SUFFIXES[suffix]
@@ -283,15 +282,6 @@ def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
 
 
 # --- Models, texts and steps -----------------------------------------------------------------------------------------
-
-
-def load(
-    name: str | None, dtype: str, threads: int, device: torch.device | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Set the number of threads (0: torch's own choice) and load a model and its tokenizer."""
-    if threads:
-        torch.set_num_threads(threads)
-    return assets.load_demo_model(name, dtype=DTYPES[dtype], device=device)
 
 
 def window(text: str, tokenizer: PreTrainedTokenizerBase, start: int, tokens: int) -> torch.Tensor:
@@ -355,12 +345,6 @@ def percentiles(values: Iterable[float], which: Sequence[int] = (20, 50, 80)) ->
     """Percentiles by name: p20, p50 and p80."""
     found = np.percentile(list(values), which)
     return {f"p{percent}": float(value) for percent, value in zip(which, found, strict=True)}
-
-
-def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is there."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
 
 
 # --- Results ---------------------------------------------------------------------------------------------------------
@@ -457,77 +441,50 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] |
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows as a table in Markdown; the first row names the columns."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 # --- Runs that go on -------------------------------------------------------------------------------------------------
 
 
 class Records:
-    """What a long run has found, in `NAME.jsonl` behind a line with the settings: a stopped run goes on from it.
+    """What a long run has found, in a JSONL file: a stopped run goes on from it.
 
-    Each process appends to a file of its own, from the second on `NAME.process1.jsonl`, …, and reads those of all.
+    Processes share the file: each record is one write, behind a line with the settings if it is a process's first.
     `keys` are the fields that name a record; a run with other settings does not go on from the records.
     """
 
-    def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any], process: int = 0) -> None:
+    def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any]) -> None:
         self.file, self.keys, self.settings = file, keys, settings
-        self.own = file if process == 0 else file.with_suffix(f".process{process}.jsonl")
+        self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._begun = False
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.found = self._all()
-        self._write(self.own, self._read(self.own))  # without a line that a stopped run has left half written
+        self.read()
 
     def key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
         """Which one a record is."""
         return tuple(record[name] for name in self.keys)
 
-    def add(self, record: dict[str, Any]) -> dict[str, Any]:
+    def read(self) -> None:
+        """Take in what all processes have found."""
+        for line in self.file.read_text(encoding="utf-8").split("\n") if self.file.exists() else ():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # a stopped run has left it half written: that record is made again
+                continue
+            if "settings" not in record:
+                self.found[self.key(record)] = record
+            elif record["settings"] != self.settings:
+                raise typer.BadParameter(
+                    f"{self.file} holds results of other settings, {json.dumps(record['settings'])}: remove it, or "
+                    "give another --out"
+                )
+
+    def add(self, record: dict[str, Any]) -> None:
         """Keep a record; it is on the disk when this returns."""
         self.found[self.key(record)] = record
-        with self.own.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        return record
-
-    def join(self) -> None:
-        """Bring the records of all processes into one file; the others have ended."""
-        self.found = self._all()
-        self._write(self.file, list(self.found.values()))
-        for part in self._parts():
-            if part != self.file:
-                part.unlink()
+        first = "" if self._begun else "\n" + json.dumps({"settings": self.settings}, ensure_ascii=False) + "\n"
+        with self.file.open("ab", buffering=0) as file:
+            file.write((first + json.dumps(record, ensure_ascii=False) + "\n").encode())
+        self._begun = True
 
     def remove(self) -> None:
         """Forget everything: the run has ended, and its results are elsewhere."""
-        for part in self._parts():
-            part.unlink()
-
-    def _parts(self) -> list[Path]:
-        others = sorted(self.file.parent.glob(f"{self.file.stem}.process[0-9]*.jsonl"))
-        return [part for part in (self.file, *others) if part.exists()]
-
-    def _all(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        return {self.key(record): record for part in self._parts() for record in self._read(part)}
-
-    def _read(self, part: Path) -> list[dict[str, Any]]:
-        lines = part.read_text(encoding="utf-8").split("\n") if part.exists() else []
-        whole = []
-        for number, line in enumerate(lines[:-1], 1):  # the last one is empty, or was not written to its end
-            try:
-                whole.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise typer.BadParameter(f"{part}, line {number}, is no JSON ({error}): remove that line") from None
-        if len(whole) > 1 and whole[0] != {"settings": self.settings}:
-            held = json.dumps(whole[0].get("settings"))
-            raise typer.BadParameter(
-                f"{part} holds results of other settings, {held}: remove it, or give another --out"
-            )
-        return whole[1:]
-
-    def _write(self, file: Path, records: list[dict[str, Any]]) -> None:
-        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in ({"settings": self.settings}, *records)]
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text("".join(lines), encoding="utf-8")
-        partial.replace(file)
+        self.file.unlink(missing_ok=True)

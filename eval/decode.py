@@ -56,8 +56,11 @@ def main(
     lengths, (text,) = sorted(common.numbers(contexts)), common.kinds_of(kind)
     # This predictor needs no training; what a network takes is in eval/context_attention.py.
     knobs = {"predictor": hf_offload.ConstantPredictor(budget0=0.05)} | ({} if tier is None else {"tier": tier})
-    known = {"fluxion": common.Row("fluxion", "fluxion", knobs)}
-    chosen = common.rows_of(rows, tier, stock=common.STOCK, known=known)
+    known = {
+        "fluxion": common.Row("fluxion", "fluxion", knobs),
+        **{name: common.Row(name, name) for name in common.STOCK},
+    }
+    chosen = common.rows_of(rows, tier, known=known)
     model, tokenizer = setting.load()
     turn = WARM_UP + steps
     starts = [ROW_OFFSET * row for row in range(batch)]

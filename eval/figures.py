@@ -4,10 +4,10 @@
     python eval/figures.py --check
     python eval/figures.py docs/results.md
 
-A number stands between two comments, `<!--fig:NAME-->16×<!--/fig-->`; a table between the same two on lines of their
-own. NAME is a key of `FIGURES`, at the end of this file: to add one, put there what returns the text, and the empty
-comments into the page, and run this script. `--check` changes nothing, names what differs and exits with 1; a test runs
-it.
+A figure stands between two comments, the first of which has its template: `<!--fig:{saved().load_s}-->1.1<!--/fig-->`.
+A template's fields are expressions of what this file has. A table has the comments on lines of their own, and a
+function as the field: `<!--fig:{losses('scout')}-->`. To add a figure, write the comments into a page and run this
+script. `--check` changes nothing, names what differs and exits with 1; a test runs it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from os.path import commonprefix
 from pathlib import Path
@@ -27,24 +26,23 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "eval" / "results"
-MARK = re.compile(r"(<!--fig:([\w.-]+)-->)(.*?)(<!--/fig-->)", re.DOTALL)
-
-Cells = Mapping[str, str]
-"""Titles of columns, and the template of what stands under each: `{"ms a token": "{p50:3}"}`."""
+FIELD = re.compile(r"\{(.*?)(?::([\d,.+%f]*))?\}")
+MARK = re.compile(r"(<!--fig:(.*?)-->)(.*?)(<!--/fig-->)", re.DOTALL)
 
 # Rows of CSVs, numbers and tables
 
 
 @cache
-def _read(path: Path) -> pd.DataFrame:
-    return pd.read_csv(path, dtype={"commit": str}, keep_default_na=False, na_values=[""])
+def read(name: str) -> pd.DataFrame:
+    """All rows of `NAME.csv`."""
+    return pd.read_csv(RESULTS / f"{name}.csv", dtype={"commit": str}, keep_default_na=False, na_values=[""])
 
 
 def rows(name: str, **columns: Any) -> pd.DataFrame:
-    """The rows of `NAME.csv` whose columns have these values, in the file's order."""
-    found = _read(RESULTS / f"{name}.csv")
+    """The rows of `NAME.csv` whose columns have these values, in the file's order, or in that of a list of values."""
+    found = read(name)
     for column, value in columns.items():
-        found = found[found[column] == value]
+        found = pd.concat([found[found[column] == one] for one in (value if isinstance(value, list) else [value])])
     if found.empty:
         raise ValueError(f"{name}.csv has no row with {columns}")
     return found.copy()
@@ -56,15 +54,6 @@ def row(name: str, **columns: Any) -> pd.Series:
     if len(found) != 1:
         raise ValueError(f"{name}.csv has {len(found)} rows with {columns}; name more columns")
     return found.iloc[0]
-
-
-def picked(file: str, **columns: Any) -> Iterator[pd.Series]:
-    """`row` of each value of a column whose value is a list; a dict gives each a further column, `name`."""
-    column = next((each for each, value in columns.items() if isinstance(value, list | dict)), None)
-    values = [None] if column is None else columns[column]
-    for value in values:
-        found = row(file, **columns | ({} if column is None else {column: value}))
-        yield pd.concat([found, pd.Series({"name": values[value]})]) if isinstance(values, dict) else found
 
 
 class Number(float):
@@ -86,88 +75,53 @@ class Number(float):
         return f"{rounded:.10f}".rstrip("0").rstrip(".") or "0"
 
 
-class Fields(string.Formatter):
-    """Fields are expressions of a row's columns, and of what this module has: `{disk_bytes / 2**20:.0f}`."""
+def tell(template: str, *values: float, **columns: Any) -> str:
+    """A template with its numbers, which come in order (`{:.1%}`) or from the columns of a row.
 
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        value = args[int(field_name)] if field_name.isdigit() else eval(field_name, globals(), dict(kwargs))
-        return (value if isinstance(value, str) else Number("nan" if value is None else value)), field_name
-
-
-def tell(template: str, *values: Any) -> str:
-    """A template with its numbers; those of one row by the names of its columns."""
-    if len(values) == 1 and isinstance(values[0], pd.Series):
-        return Fields().vformat(template, (), dict(values[0]))
-    return Fields().vformat(template, values, {})
-
-
-def told(file: str, template: str, sep: str = " and ", **columns: Any) -> Callable[[], str]:
-    """A figure of one row, or of some rows that are `picked`."""
-    return lambda: sep.join(tell(template, one) for one in picked(file, **columns))
-
-
-def together(file: str, column: str, template: str, **columns: Any) -> Callable[[], str]:
-    """A figure of the numbers that some `picked` rows have in a column."""
-    return lambda: tell(template, *(one[column] for one in picked(file, **columns)))
-
-
-def between(values: Iterable[float], template: str) -> str:
-    """The least and the largest of some values."""
-    found = sorted(values)
-    return f"{tell(template, found[0])} to {tell(template, found[-1])}"
-
-
-def lines(titles: Sequence[str], cells: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A Markdown table whose first columns hold words; the numbers in the others stand on the right."""
-    ruler = ["---" if column < words else "---:" for column in range(len(titles))]
-    first, *others = (f"| {' | '.join(line)} |" for line in (titles, *cells))
-    return "\n".join([first, f"|{'|'.join(ruler)}|", *others])
-
-
-def table(frame: pd.DataFrame, cells: Cells, words: int = 1) -> str:
-    """A table with a line for each row."""
-    found = ([tell(template, one) for template in cells.values()] for _, one in frame.iterrows())
-    return lines(list(cells), found, words)
-
-
-def listing(name: str, cells: Cells, words: int = 1, **columns: Any) -> Callable[[], str]:
-    """A table of some rows of a CSV."""
-    return lambda: table(rows(name, **columns), cells, words)
-
-
-def pivot(
-    frame: pd.DataFrame,
-    down: str,
-    across: str,
-    cells: Cells,
-    *,
-    labels: Mapping[Any, str] | None = None,
-    names: Mapping[Any, str] | None = None,
-    first: str = "",
-    last: Cells | None = None,
-) -> str:
-    """A table with a line for each value of a column, and some cells for each value of another one.
-
-    Titles of cells have `{}` in place of the name of the value across. `labels` and `names` say what to call the values
-    down and across (None: all of them, as they are), `first` is the title of the first column; `last` are cells that
-    each line has once, of its first value across.
+    Fields are expressions of these columns and of what this module has: `{disk_bytes / 2**20:.0f}`.
     """
-    labels = labels or {value: str(value) for value in frame[down].unique()}
-    names, last = names or {value: str(value) for value in frame[across].unique()}, last or {}
-    found = []
-    for value, label in labels.items():
-        mine = frame[frame[down] == value].set_index(across).loc[list(names)]
-        if len(mine) != len(names):
-            raise ValueError(f"{down}={value} has more than one row for a {across}")
-        each = [tell(template, one) for _, one in mine.iterrows() for template in cells.values()]
-        found.append([label, *each, *(tell(template, mine.iloc[0]) for template in last.values())])
-    return lines([first, *(title.format(name) for name in names.values() for title in cells), *last], found)
+    left = iter(values)
+
+    def field(found: re.Match[str]) -> str:
+        value = eval(found[1], globals(), columns) if found[1] else next(left)
+        return value if isinstance(value, str) else format(Number("nan" if value is None else value), found[2] or "")
+
+    return FIELD.sub(field, template)
+
+
+def between(values: Iterable[float], spec: str = "", unit: str = "") -> str:
+    """The least and the largest of some values."""
+    return f"{Number(min(values)):{spec}}{unit} to {Number(max(values)):{spec}}{unit}"
+
+
+def lines(titles: str, found: Iterable[str], words: int = 1) -> str:
+    """A Markdown table of `a | b` lines, whose first columns hold words; the numbers in the others are on the right."""
+    ruler = ["---"] * words + ["---:"] * (titles.count(" | ") + 1 - words)
+    return "\n".join([f"| {titles} |", f"|{'|'.join(ruler)}|", *(f"| {line} |" for line in found)])
+
+
+def table(frame: pd.DataFrame, columns: str, words: int = 1) -> str:
+    """A Markdown table with a line for each row, of titles and templates: `ms a token: {p50:3} | KL: {kl}`."""
+    cells = columns.split(" | ")
+    titles = [cell.partition("{")[0].rpartition(": ")[0] for cell in cells]
+    line = " | ".join(cell.removeprefix(f"{title}: ") for title, cell in zip(titles, cells, strict=True))
+    return lines(" | ".join(titles), [tell(line, **one) for one in frame.to_dict("records")], words)
+
+
+def wide(frame: pd.DataFrame, down: str, across: str) -> pd.DataFrame:
+    """A row for each value of the column `down`; column `kl` becomes `kl_prose`, `kl_code`, … by the values across."""
+    found = frame.pivot(index=down, columns=across).reindex(frame[down].unique())
+    return found.set_axis([f"{column}_{value}" for column, value in found], axis=1).reset_index()
+
+
+def each(names: Iterable[Any], columns: str) -> str:
+    """Columns of a `wide` table: for each name the same ones, with the name in place of `@`."""
+    return " | ".join(columns.replace("@", str(name)) for name in names)
 
 
 # Beside the alternatives
 
-OURS, STOCK, DYNAMIC = "hf_offload", "hf_offload with stock layers", "DynamicCache"
-STATIC, LLAMA = "StaticCache", "llama.cpp"
+OURS, DYNAMIC, STATIC, LLAMA = "hf_offload", "DynamicCache", "StaticCache", "llama.cpp"
 ANSWER = 300
 """Tokens of an answer: for the time of a prompt and an answer, computed from both, not timed together."""
 
@@ -178,42 +132,43 @@ def processor(cpu: str) -> str:
     return name + {"family 25": " (Zen 4)", "family 26": " (Zen 5)"}.get(rest.partition(",")[0], "")
 
 
-def peers_caption() -> str:
-    ms, first = rows("peers").pivot(index="context", columns="way", values="p50"), rows("peers").iloc[0]
-    faster = "".join(
-        f" Up to {longest // 1024}k tokens llama.cpp decodes faster, because its bare step costs less than that of "
-        "Transformers."
-        for longest in ms.index[ms[LLAMA] < ms[OURS]][-1:]
-    )
-    name, _, zen = processor(first.cpu).partition(" (")
-    dynamic, static, llama = (tell("{}×", ms[way][32768] / ms[OURS][32768]) for way in (DYNAMIC, STATIC, LLAMA))
-    return (
-        f"*SmolLM2-135M in bfloat16 on {first.threads} threads of an {name} processor{zen and f' ({zen}'}: same "
-        f"weights, prompt and threads, in turns (`eval/peers.py`). At 32k tokens, `scout` with `fast_linear` decodes "
-        f"{dynamic} as fast as `DynamicCache`, {static} as fast as `StaticCache` and {llama} as fast as "
-        f"llama.cpp.{faster}*"
+def peers_slower() -> str:
+    """The longest context up to which llama.cpp decodes faster."""
+    ms = rows("peers").pivot(index="context", columns="way", values="p50")
+    return f"{ms.index[ms[LLAMA] < ms[OURS]].max() // 1024}k tokens"
+
+
+def peers_table() -> str:
+    return table(
+        rows("peers"),
+        "way: {way} | context: {context:,.0f} | prompt, s: {prefill_s:3} | ms a token: {p50:3} | "
+        "peak, MiB: {peak_mib:3} | KL: {None if way == DYNAMIC else kl}",
     )
 
 
 def peers_summary() -> str:
-    cells = {"{}: ms a token": "{p50:3}", "{}: prompt, s": "{prefill_s:3}"}
-    cells[f"{{}}: prompt + {ANSWER} × a token, s"] = f"{{prefill_s + {ANSWER} * p50 / 1000:3}}"
-    labels = {way: way if way in (STOCK, LLAMA) else f"`{way}`" for way in (OURS, STOCK, DYNAMIC, STATIC, LLAMA)}
-    return pivot(rows("peers"), "way", "context", cells, labels=labels, names={8192: "8k", 32768: "32k"})
-
-
-PEERS = {"way": "{way}", "context": "{context:,.0f}", "prompt, s": "{prefill_s:3}", "ms a token": "{p50:3}"}
-PEERS |= {"peak, MiB": "{peak_mib:3}", "KL": "{None if way == DYNAMIC else kl}"}
+    frame = rows("peers", context=[8192, 32768]).replace({"context": {8192: "8k", 32768: "32k"}})
+    times = "@: ms a token: {p50_@:3} | @: prompt, s: {prefill_s_@:3} | "
+    times += f"@: prompt + {ANSWER} × a token, s: {{prefill_s_@ + ANSWER * p50_@ / 1000:3}}"
+    way = "{way if ' ' in way or way == LLAMA else '`' + way + '`'}"
+    return table(wide(frame, "way", "context"), f": {way} | {each(('8k', '32k'), times)}")
 
 
 def linear_speed() -> str:
     """Products of one row: GB/s of weights, and the share of what a plain read reaches."""
-    ours, theirs = (rows("bench_cpu_linear", case=case, batch=1) for case in ("linear", "torch: linear"))
-    cells = {
-        "weights of": "{model}", "dtype": "{dtype}", "torch, GB/s": "{gb_per_s_torch} ({of_limit_torch:.0%})",
-        "`fast_linear`, GB/s": "{gb_per_s} ({of_limit:.0%})", "ratio": "{gb_per_s / gb_per_s_torch}×",
-    }  # fmt: skip
-    return table(ours.merge(theirs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1"), cells, words=2)
+    ours, torchs = (rows("bench_cpu_linear", case=case, batch=1) for case in ("linear", "torch: linear"))
+    return table(
+        ours.merge(torchs, on=["model", "dtype"], suffixes=("", "_torch"), validate="1:1"),
+        "weights of: {model} | dtype: {dtype} | torch, GB/s: {gb_per_s_torch} ({of_limit_torch:.0%}) | "
+        "`fast_linear`, GB/s: {gb_per_s} ({of_limit:.0%}) | ratio: {gb_per_s / gb_per_s_torch}×",
+        words=2,
+    )
+
+
+def gguf_dtypes() -> str:
+    return table(
+        rows("gguf_dtypes"), "loaded: {way} | layers: {layers} | prompt, s: {prompt_s:3} | ms a token: {p50:3}", words=2
+    )
 
 
 def batches(threads: int = 2) -> pd.DataFrame:
@@ -225,10 +180,15 @@ def batches(threads: int = 2) -> pd.DataFrame:
     return frame.pivot(index=["length", "batch"], columns="row", values="step").rename(columns=ways)
 
 
+def batches_table() -> str:
+    columns = "context: {length:,.0f} | rows: {batch:.0f} | `DynamicCache`: {dynamic:3} | `budget=1024`: {budget:3} | "
+    return table(batches().reset_index(), columns + "`samples=512`: {samples:3}")
+
+
 def samples_time(length: int) -> str:
     """The time of a step with samples to that with a budget, over threads and batches."""
     found = pd.concat([batches(threads).loc[length] for threads in (1, 2)])
-    return between(found.samples / found.budget, "{:.2f}") + " times"
+    return between(found.samples / found.budget, ".2f") + " times"
 
 
 # What policies find and lose
@@ -237,6 +197,7 @@ DEFAULTS = {"infinigen": "infinigen:alpha=4", "h2o": "h2o:heavy=0.1,recent=0.1"}
 """Rows that results name by the policy alone, with the knobs that they ran with."""
 MORE = "{more:+.1f} ({low:+.1f} to {high:+.1f})"
 """The difference to full attention with its 95 % interval."""
+KINDS = ("prose", "documentation", "code")
 
 
 def setting(name: str) -> tuple[str, str]:
@@ -245,6 +206,11 @@ def setting(name: str) -> tuple[str, str]:
     if policy == "hgca" and "rescue=" not in knobs:  # measured when it was off by default
         knobs += ",rescue=0"
     return policy, ", ".join(knob for knob in knobs.split(",") if knob and not knob.startswith("predictor="))
+
+
+def lost(one: pd.Series) -> str:
+    """What the perplexity is more than full attention's, with its standard error."""
+    return tell("{100 * nll_more:+.2f} ± {100 * nll_more_se:.2f} %", **one)
 
 
 def called(name: str) -> str:
@@ -264,59 +230,53 @@ def losses(policy: str) -> str:
     """What each setting of a policy loses, on running text and in RULER."""
     text, needles = by_setting("pareto"), by_setting("ruler", task="average")
     both = text[["kl", "top1"]].reindex(text.index.union(needles.index, sort=False)).join(needles.score)
-    mine = both.loc[[policy]].reset_index()
-    mine["setting"] = [f"`{knobs}`" if knobs else "default" for knobs in mine.knobs]
-    cells = {"setting": "{setting}", "KL to full attention": "{kl:.4f}", "same top token": "{top1:.0%}"}
+    found = table(
+        both.loc[[policy]].reset_index(),
+        "setting: {'`' + knobs + '`' if knobs else 'default'} | KL to full attention: {kl:.4f} | "
+        "same top token: {top1:.0%} | needles: {score:.1f}",
+    )
     first, full = text.iloc[0], needles.loc["full", ""]
     return (
-        f"{table(mine, cells | {'needles': '{score:.1f}'})}\n\n"
-        f"KL (nats) and top token: {first.steps} tokens after {first.tokens:,} of prose and of code, in "
+        f"{found}\n\nKL (nats) and top token: {first.steps} tokens after {first.tokens:,} of prose and of code, in "
         f"bfloat16 (`pareto.csv`). Needles: eight RULER tasks at 4k, {full.samples} samples, score from 0 to 100; "
         f"`full` scores {full.score:.1f} (`ruler.csv`)."
     )
 
 
-KINDS = {kind: kind for kind in ("prose", "documentation", "code")}
-
-
 def quality_table() -> str:
     """What a KV head reads, of all methods."""
-    frame = by_setting("quality")
-    frame = frame[~frame.knobs.str.contains("host_dtype")]
-    frame["found"] = frame.groupby(level=[0, 1]).found.transform("mean")
-    labels = {name: called(name) for name in frame.row}
-    cells = {"KL, {}": "{kl}", "KiB": "{read:,.0f}"}
-    return pivot(frame, "row", "kind", cells, labels=labels, names=KINDS, last={"numbers found": "{found:.0%}"})
+    frame = rows("quality")
+    frame = frame[~frame.row.str.contains("host_dtype")]
+    found = "numbers found: {(found_prose + found_documentation + found_code) / 3:.0%}"
+    columns = each(KINDS, "KL, @: {kl_@} | KiB: {read_@:,.0f}")
+    return table(wide(frame, "row", "kind"), f": {{called(row)}} | {columns} | {found}")
 
 
 def lengths_table() -> str:
     """KL and KiB by the length of the context."""
-    frame = rows("quality_lengths").sort_values("context", kind="stable")
-    labels = {name: called(name) for name in rows("quality_lengths").row}
-    names = {context: f"{context:,}" for context in frame.context}
-    return pivot(frame, "row", "context", {"KL, {} tokens": "{kl}", "KiB": "{read:,.0f}"}, labels=labels, names=names)
+    frame = rows("quality_lengths")
+    each_context = (f"KL, {n:,} tokens: {{kl_{n}}} | KiB: {{read_{n}:,.0f}}" for n in sorted(frame.context.unique()))
+    return table(wide(frame, "row", "context"), f": {{called(row)}} | {' | '.join(each_context)}")
 
 
 def samples_table() -> str:
     """The tokens that `scout` attends."""
     frame = by_setting("quality").loc["scout"]
     frame["attended"] = frame.attended.fillna(frame.knobs.str.extract(r"=(\d+)$")[0].astype(float))
-    labels = {knobs: f"`{knobs}`" for knobs in frame.knobs}
-    cells = {"KL, {}": "{kl}", "tokens": "{attended:,.0f}"}
-    return pivot(frame, "knobs", "kind", cells, labels=labels, names=KINDS)
+    columns = each(KINDS, "KL, @: {kl_@} | tokens: {attended_@:,.0f}")
+    return table(wide(frame, "knobs", "kind"), f": `{{knobs}}` | {columns}")
 
 
 def extraction_table() -> str:
     """Shares of an answer's tokens, means over the lists."""
-    cells = {"": "{called(row)}", "tokens of full attention kept": "{kept:.1%}", "tokens right": "{right:.1%}"}
-    return table(rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index(), cells)
+    frame = rows("extraction").groupby("row", sort=False)[["kept", "right"]].mean().reset_index()
+    return table(frame, ": {called(row)} | tokens of full attention kept: {kept:.1%} | tokens right: {right:.1%}")
 
 
 def needles_table() -> str:
-    frame, names = rows("needle"), KINDS | {"average": "all"}
-    frame = frame[frame.row != frame.row.iloc[0]]
-    cells = {"{}": "{score * pairs / 100:.0f} ({full * pairs / 100:.0f})"}
-    return pivot(frame, "row", "task", cells, names=names, first="found (by full attention)")
+    frame = rows("needle").replace({"task": {"average": "all"}})
+    found = each((*KINDS, "all"), "@: {score_@ * pairs_@ / 100:.0f} ({full_@ * pairs_@ / 100:.0f})")
+    return table(wide(frame[frame.row != "full"], "row", "task"), f"found (by full attention): {{row}} | {found}")
 
 
 def hidden_numbers(name: str, file: str = "needle") -> str:
@@ -341,46 +301,56 @@ def second_turn(name: str) -> str:
     return f"{len(mine.merge(full))} of {len(full)}"
 
 
+FIDELITY = {
+    "scout-off": 'scout, real query (`lookahead="off"`)',
+    "scout-off-int8": "the same over int8 blocks",
+    "scout-select": 'scout, blocks chosen a layer ahead (`"select"`)',
+    "scout-attend": 'scout, attended a layer ahead (`"attend"`)',
+    "scout-attend-uncorrected": '`"attend"` without the first-order correction',
+    "paper-off": "paper's digest, real query",
+    "paper": "paper: attended with the predicted query",
+    "window": "window",
+}
+
+
 def fidelity_table() -> str:
-    labels = {
-        "scout-off": 'scout, real query (`lookahead="off"`)',
-        "scout-off-int8": "the same over int8 blocks",
-        "scout-select": 'scout, blocks chosen a layer ahead (`"select"`)',
-        "scout-attend": 'scout, attended a layer ahead (`"attend"`)',
-        "scout-attend-uncorrected": '`"attend"` without the first-order correction',
-        "paper-off": "paper's digest, real query",
-        "paper": "paper: attended with the predicted query",
-        "window": "window",
-    }
-    frame = rows("fidelity").groupby(["row", "kind"])[["kl", "top1"]].median().reset_index()
-    cells = {"KL, {}": "{kl}", "same top token": "{top1:.0%}"}
-    return pivot(frame, "row", "kind", cells, labels=labels, names={"prose": "prose", "code": "code"}, first="row")
+    frame = rows("fidelity", row=[*FIDELITY]).groupby(["row", "kind"], sort=False)[["kl", "top1"]].median()
+    columns = each(("prose", "code"), "KL, @: {kl_@} | same top token: {top1_@:.0%}")
+    return table(wide(frame.reset_index(), "row", "kind"), f"row: {{FIDELITY[row]}} | {columns}")
 
 
-def fidelity() -> pd.DataFrame:
-    """KL by text and row."""
-    return rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
+def digest_kl() -> pd.Series:
+    """How many times as large the KL is with the paper's digest, by text."""
+    kl = rows("fidelity").pivot(index=["kind", "start"], columns="row", values="kl")
+    return kl["paper-off"] / kl["scout-off"]
 
 
 def perplexity_table() -> str:
-    labels = {f"hgca-{ratio}-1": ratio for ratio in ("0.1", "0.25", "0.5", "0.75")}
-    names, last = {"code": "code", "prose": "prose"}, {"host tokens kept": "{kept_share:.0%}"}
-    first, cells = "window, share of the text", {"{}": LOST}
-    return pivot(rows("perplexity"), "row", "kind", cells, labels=labels, names=names, first=first, last=last)
+    frame = rows("perplexity", beta=1)
+    frame["lost"] = frame.apply(lost, axis=1)
+    columns = "window, share of the text: {ratio_code} | code: {lost_code} | prose: {lost_prose} | "
+    return table(wide(frame, "row", "kind"), columns + "host tokens kept: {kept_share_code:.0%}")
 
 
-LOST = "{100 * nll_more:+.2f} ± {100 * nll_more_se:.2f} %"
-"""What the perplexity is more than full attention's, with its standard error."""
+def by_policy(name: str) -> str:
+    """Scores in RULER and differences to full attention, the best first."""
+    return table(
+        ruler(name).sort_values("score", ascending=False, kind="stable"),
+        "policy: `{policy}`{knobs and ', `' + knobs + '`'} | score: {score:.1f} | difference to `full`: {less}",
+    )
 
 
-def ruler(name: str, columns: Cells) -> str:
-    """Scores and differences to full attention, the best first where `{called}` names policy and knobs."""
+def ruler_table() -> str:
+    """Scores in RULER and differences to full attention, in the order of the file."""
+    columns = "row: {row.replace('predictor=predictor.safetensors,', '')} | score: {score:.1f} | "
+    return table(ruler(), columns + "difference to full attention: {less}")
+
+
+def ruler(name: str = "ruler") -> pd.DataFrame:
+    """Averages over RULER's tasks by policy and knobs; `less`, the difference to full attention as text."""
     frame = by_setting(name, task="average")
-    frame["row"] = frame.row.str.replace("predictor=predictor.safetensors,", "")
-    frame["less"] = ["–" if one.policy == "full" else tell(MORE, one) for _, one in frame.iterrows()]
-    if columns is BY_POLICY:
-        frame = frame.sort_values("score", ascending=False, kind="stable")
-    return table(frame, columns)
+    frame["less"] = ["–" if one["policy"] == "full" else tell(MORE, **one) for one in frame.to_dict("records")]
+    return frame
 
 
 # Long contexts, Fluxion
@@ -389,9 +359,20 @@ FLUXION = {"fixed-0.05": "fixed_hybrid, 0.05", "fluxion-0.1": "fluxion, τ = 0.1
 
 
 def fluxion_table() -> str:
-    frame = pd.concat([rows(f"context_attention_fluxion_{kind}") for kind in ("code", "prose")])
-    columns = {"text": "{kind}", "row": "{FLUXION[row]}", "chosen, MiB a token": "{chosen_MiB:3}", "KL": "{kl}"}
-    return table(frame[frame.row.isin(FLUXION)], columns | {"same top token": "{top1:.0%}"}, words=2)
+    frame = pd.concat([rows(f"context_attention_fluxion_{kind}", row=[*FLUXION]) for kind in ("code", "prose")])
+    columns = "text: {kind} | row: {FLUXION[row]} | chosen, MiB a token: {chosen_MiB:3} | KL: {kl} | "
+    return table(frame, columns + "same top token: {top1:.0%}", words=2)
+
+
+def context_table() -> str:
+    columns = "row: {row} | attention, ms: {attention:3} | step, ms: {step:3} | read: {read_ratio:.0%} | KL: {kl}"
+    return table(rows("context_attention_32k"), columns)
+
+
+def taus() -> str:
+    """What fluxion chooses and loses by τ."""
+    frame = rows("context_attention_tau").iloc[1:]
+    return tell("{}, {}, {} MiB chosen, KL {}, {}, {}", *frame.chosen_MiB, *frame.kl)
 
 
 def trained() -> pd.DataFrame:
@@ -411,18 +392,16 @@ def train_table() -> str:
         },
         "heads whose budget for runs of 32 tokens suffices": "{enough_32:.0%}",
     }
-    found = [[title, *(tell(template, one) for _, one in trained().iterrows())] for title, template in cells.items()]
-    return lines(["", *(f"τ = {tau}" for tau in trained().index)], found)
+    by_tau = trained().to_dict("index")
+    found = [" | ".join([title, *(tell(cell, **one) for one in by_tau.values())]) for title, cell in cells.items()]
+    return lines(f" | {each(by_tau, 'τ = @')}", found)
 
 
-def retrieval() -> str:
-    found = []
-    for context, said in ((6144, "6k"), (32768, "32k")):
-        file = "context_attention_fluxion_32k"
-        ours, base = (row(file, row=name, context=context) for name in ("fluxion-0.1", "fixed-0.05"))
-        numbers = ours.retrieval, base.retrieval, said, ours.chosen_MiB / base.chosen_MiB
-        found.append(tell("{} against {} ms at {}, with {} of the chosen bytes", *numbers))
-    return "; ".join(found)
+def retrieval(context: int) -> str:
+    """The time of prediction, choice and attention, of fluxion and its baseline; and the bytes that they choose."""
+    base, ours = (row("context_attention_fluxion_32k", row=name, context=context) for name in FLUXION)
+    times = tell("{} against {} ms", ours.retrieval, base.retrieval)
+    return f"{times} at {context // 1024}k, with {Number(ours.chosen_MiB / base.chosen_MiB)} of the chosen bytes"
 
 
 # Residency, saving, steadiness, kernels
@@ -439,28 +418,39 @@ def recalls() -> pd.DataFrame:
     return pd.DataFrame({"share": by_row.cpu_ratio.mean(), "interval": interval}).rename_axis("row")
 
 
+def recalls_table() -> str:
+    columns = "recall, resident set in budgets: {row} | CPU ratio: {share:.1%} | steps between recalls: {interval}"
+    return table(recalls().reset_index(), columns)
+
+
+def saving_table() -> str:
+    columns = "row: {row} | prefill, s: {prefill_s} | save, s: {save_s} | load, s: {load_s} | "
+    columns += "prefill / (save + load): {speedup}× | host memory with three forks / without: {fork_bytes:.3f}"
+    return table(rows("save_load", tokens=8192), columns)
+
+
 def serve_table() -> str:
-    columns = {"": "{way}", "first token after a kill, s": "{first_token_s}", "the same by hand, s": "{by_hand_s}"}
     counts = sorted(int(name.rpartition("_")[2]) for name in rows("serve") if name.startswith("tokens_per_s_"))
-    more = {f"tokens/s, {n} chat{'s' * (n > 1)}": f"{{tokens_per_s_{n}}}" for n in counts}
-    return table(rows("serve"), columns | more)
+    columns = ": {way} | first token after a kill, s: {first_token_s} | the same by hand, s: {by_hand_s}"
+    rates = (f" | tokens/s, {n} chat{'s' * (n > 1)}: {{tokens_per_s_{n}}}" for n in counts)
+    return table(rows("serve"), columns + "".join(rates))
 
 
 def steady_table() -> str:
-    columns = {"row": "{row}", "p50, ms": "{p50:3}", "p99, ms": "{p99:3}", "p99 / p50": "{p99_p50:.2f}"}
     growth = []
     for name, mine in rows("soak").groupby("row", sort=False):
         first, last = mine.iloc[len(mine) // 2], mine.iloc[-1]
         growth.append(f"{name}: {(last.rss_bytes - first.rss_bytes) / (last.step - first.step):.0f}")
-    return f"{table(rows('decode_steady'), columns)}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
+    steady = table(rows("decode_steady"), "row: {row} | p50, ms: {p50:3} | p99, ms: {p99:3} | p99 / p50: {p99_p50:.2f}")
+    return f"{steady}\n\nGrowth of the process, bytes a step: {', '.join(growth)}."
 
 
 def kernels_table() -> str:
-    shape = {"dim": 128, "group": 4, "block_size": 32, "batch": 1}
-    frame = rows("bench_cpu", section="decode", case="blocks", **shape).drop_duplicates(["dtype", "kernel_threads"])
-    names, cells = {1: "1 thread", 2: "2 threads"}, {"GB/s, {}": "{gb_per_s:.1f} ({of_limit:.0%})"}
-    labels = {dtype: dtype for dtype in ("bf16", "fp16", "fp32", "int8")}
-    return pivot(frame, "dtype", "kernel_threads", cells, labels=labels, names=names, first="dtype")
+    shape = {"section": "decode", "case": "blocks", "dim": 128, "group": 4, "block_size": 32, "batch": 1}
+    frame = rows("bench_cpu", dtype=["bf16", "fp16", "fp32", "int8"], **shape)
+    frame = wide(frame.drop_duplicates(["dtype", "kernel_threads"]), "dtype", "kernel_threads")
+    columns = "dtype: {dtype} | GB/s, 1 thread: {gb_per_s_1:.1f} ({of_limit_1:.0%}) | "
+    return table(frame, columns + "GB/s, 2 threads: {gb_per_s_2:.1f} ({of_limit_2:.0%})")
 
 
 def tuned() -> str:
@@ -475,11 +465,9 @@ def tuned() -> str:
 # GPUs
 
 
-DEFAULT = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
-CARDS = {"card": "{card}", "context": "{context:,.0f}", "rows": "{batch:.0f}"}
-CARDS |= {"by default": "{DEFAULT.get(default, default)}", "attend all": "{full_ms:3}", "choose": "{chosen_ms:3}"}
-CARDS |= {"few resident": "{split_ms:3}", "`DynamicCache`": "{stock_ms:3}"}
+BY_DEFAULT = {"full": "all resident, attended", "chosen": "all resident, chosen from", "split": "few blocks resident"}
 """What a cache takes by default, by the model of a step."""
+FULL, DEFAULT = "full-resident-graph", "default-graph"
 CACHES = {
     "dynamic": "`DynamicCache`", "offloading": "`DynamicCache`, offloaded", "full-resident": "all KV resident",
     "scout": "`scout`", "scout-no-recall": "`scout`, `recall=0`", "scout-off": '`scout`, `lookahead="off"`',
@@ -493,62 +481,108 @@ def cache_of(row: str, replay: str) -> str:
     return CACHES[name] + ", graph" * (name != row) + ", by a script" * (replay != "none")
 
 
+def defaults_table() -> str:
+    columns = "card: {card} | context: {context:,.0f} | rows: {batch:.0f} | by default: "
+    columns += "{BY_DEFAULT.get(default, default)} | attend all: {full_ms:3} | choose: {chosen_ms:3} | "
+    return table(rows("h100/defaults"), columns + "few resident: {split_ms:3} | `DynamicCache`: {stock_ms:3}")
+
+
 def gpu_table(machine: str) -> str:
     """Decoding on a GPU. Rows that did not fit are left out, and on an H200 those whose code was changed later."""
     frame = rows(f"{machine}/decode").dropna(subset="p50").sort_values(["context", "batch"], kind="stable")
     if machine == "h200":
-        frame = frame[(frame.row != "default-graph") | (frame.batch == 1)]
-    columns = {
-        "cache": "{cache_of(row, replay)}", "context": "{context:,.0f}", "rows": "{batch:.0f}", "ms a step": "{p50:3}",
-        "tokens/s": "{tokens_per_s:3}", "KV on the device, GiB": "{device_kv_gib}", "CPU": "{cpu_ratio:.0%}",
-    }  # fmt: skip
-    return table(frame, columns | ({"commit": "{commit}"} if frame.commit.nunique() > 1 else {}))
+        frame = frame[(frame.row != DEFAULT) | (frame.batch == 1)]
+    columns = "cache: {cache_of(row, replay)} | context: {context:,.0f} | rows: {batch:.0f} | ms a step: {p50:3} | "
+    columns += "tokens/s: {tokens_per_s:3} | KV on the device, GiB: {device_kv_gib} | CPU: {cpu_ratio:.0%}"
+    return table(frame, columns + " | commit: {commit}" * (frame.commit.nunique() > 1))
 
 
 def gpu(row_: str, context: int, batch: int = 1) -> pd.Series:
-    """A row of decoding on a GPU, its blocks chosen by the model."""
-    return row("h100/decode", row=row_, context=context, batch=batch, replay="none")
+    """A row of decoding on a GPU, its blocks chosen by the model; the context in units of 1,024 tokens."""
+    return row("h100/decode", row=row_, context=1024 * context, batch=batch, replay="none")
 
 
-def gpu_ratio(column: str, over: pd.Series, under: pd.Series) -> str:
-    """How many times as much one row has in a column as another."""
-    return tell("{}×", over[column] / under[column])
+def h200(row_: str, context: int = 32, batch: int = 1, commit: str = "d172962") -> pd.Series:
+    """A row of decoding on an H200; the context in units of 1,024 tokens."""
+    return row("h200/decode", row=row_, context=1024 * context, batch=batch, commit=commit)
 
 
-def gpu_for_nothing() -> str:
-    """What of a full cache's step on a GPU goes into asking a CPU that has nothing to attend."""
-    step = gpu("full-resident-graph", 65536)
-    kernels = rows("h100/step_kernels", row=step.row, context=65536).set_index("kernel").us_per_step
-    spent = kernels[["hand_over_kernel", "wait_kernel", "merge_kernel"]].sum() / 1000
-    return tell("{} of its {} ms", spent, step.p50)
+def slower(row_: str, other: str, context: int, batch: int = 1) -> float:
+    """How many times as long a row's step takes as another's."""
+    return float(gpu(row_, context, batch).p50 / gpu(other, context, batch).p50)
 
 
-def gpu_hand_over() -> str:
-    """Microseconds a layer, of nothing and of some work by all threads."""
-    nothing, some = rows("h100/handoff", work="nothing").p50.min(), rows("h100/handoff").iloc[-1]
-    said = tell("{} µs if the work is nothing, {} µs with ", nothing, some.p50)
-    return said + some.work.replace("a head", "for each KV head")
-
-
-def gpu_without(part: str) -> float:
-    """How many times as long scout's step takes without a part of it, one row at 32k."""
-    return gpu(f"scout-{part}-graph", 32768).p50 / gpu("scout-graph", 32768).p50
+def asking_ms() -> float:
+    """Milliseconds of a full cache's step on a GPU that go into asking a CPU that has nothing to attend."""
+    kernels = rows("h100/step_kernels", row=FULL, context=65536).set_index("kernel").us_per_step
+    return kernels[["hand_over_kernel", "wait_kernel", "merge_kernel"]].sum() / 1000
 
 
 def gpu_floor(operation: str, **columns: Any) -> str:
     """How many times as long operations take as their bytes do."""
     ratios = rows("h100/kernels", operation=operation, **columns).of_floor
-    return tell("{}×", ratios.iloc[0]) if len(ratios) == 1 else between(ratios, "{}×")
+    return f"{Number(ratios.iloc[0])}×" if len(ratios) == 1 else between(ratios, unit="×")
 
 
-def gpu_tests() -> str:
+def gpu_tests(machine: str) -> str:
     """How many tests passed on a GPU, and how many did not."""
+    passed, failed = rows(f"{machine}/correctness")[["passed", "failed"]].sum()
+    return f"{passed} tests passed, {failed or 'none'} failed"
 
-    def told(machine: str) -> str:
-        passed, failed = rows(f"{machine}/correctness")[["passed", "failed"]].sum()
-        return f"{passed} tests passed, {failed or 'none'} failed"
 
-    return f"{told('h100')}; on an H200 {told('h200')}, as many as there was time for"
+# Model types
+
+FALLBACK = re.compile(r"because (?:it has |its )?(.*?): (?:it is|they are) exact")
+"""What the warning gives as the reason why layers keep Transformers' own cache."""
+
+
+def walked() -> pd.Series:
+    """What the walk over the model types depended on."""
+    return rows("families").iloc[0]
+
+
+def code(text: str) -> str:
+    """A text as code."""
+    return f"`{text}`"
+
+
+def model_counts() -> str:
+    """How many types have which result, and those that show a bug."""
+    from walk.configs import causal_types  # whose import takes seconds
+
+    frame, found = rows("families"), []
+    causal = frame.model_type.isin(causal_types())
+    for status in ("exact", "exact by stock fallback", "refused", "not run", "wrong", "error"):
+        mine = frame.status == status
+        if mine.any() or status == "wrong":
+            found.append(f"{status} | {(mine & causal).sum()} | {(mine & ~causal).sum()}")
+    counts = lines("result | causal language models | multimodal models", found, words=3)
+    return "\n\n".join(filter(None, [counts, model_types("wrong"), model_types("error")]))
+
+
+def model_types(status: str) -> str:
+    """The types with a result, in lists by reason, the longest first."""
+    groups: dict[str, list[str]] = {}
+    for one in rows("families").astype(object).fillna("").to_dict("records"):
+        if one["status"] == status:
+            groups.setdefault(reason_of(one), []).append(code(one["model_type"]))
+    longest = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return "\n\n".join(f"**{reason}** ({len(types)}): {', '.join(types)}." for reason, types in longest)
+
+
+def reason_of(row: Mapping[str, Any]) -> str:
+    """What the types of one list have in common: layers held, or the message without what only this type has."""
+    message = " ".join(row["message"].split())
+    if row["status"] == "exact":
+        return f"{row['held']} of {row['layers']} layers held" + (f"; {message}" if message else "")
+    if found := FALLBACK.search(message):
+        return found[1]
+    if row["status"] == "not run":
+        if not row.get("model"):
+            return "a tiny model could not be built"
+        return "a tiny model does not run with Transformers' own cache" if "own cache" in message else message
+    message = re.sub(r"^\w+Error: |; use DynamicCache.*", "", message).replace("<", "&lt;")
+    return re.sub(r"list of \d+", "list of", message.replace(row["model"], "the model"))
 
 
 def sources(files: str) -> str:
@@ -569,201 +603,25 @@ def sources(files: str) -> str:
     for (script, *others), stems in groups.items():
         shared = commonprefix(stems)  # noqa: RUF071 (of names, not of paths)
         named = "" if shared.startswith(script) else script
-        found.append([f"`{shared}{'*' if stems[1:] else ''}`", named, *others])
-    titles = ["files", "script, if not of that name", "commit", "processor", "`OMP_WAIT_POLICY`"]
-    return lines(titles, found, words=5)
+        found.append(" | ".join([f"`{shared}{'*' if stems[1:] else ''}`", named, *others]))
+    return lines("files | script, if not of that name | commit | processor | `OMP_WAIT_POLICY`", found, words=5)
 
 
-ONE_ROW = {"context": 32768, "batch": 1, "replay": "none"}
-H200 = {"file": "h200/decode", "commit": "d172962"}
-FULL_AND_DEFAULT = {"row": ["full-resident-graph", "default-graph"], "context": 32768, "batch": 1} | H200
-IDLE = "{waiting + moving:.1%} of the time it waits, {gaps:.0%} it has nothing to run"
-MIB = "{disk_bytes / 2**20:.0f} MiB"
-BATCHES = {"context": "{length:,.0f}", "rows": "{batch:.0f}", "`DynamicCache`": "{dynamic:3}"}
-BATCHES |= {"`budget=1024`": "{budget:3}", "`samples=512`": "{samples:3}"}
-RATIOS = {"recall, resident set in budgets": "{row}", "CPU ratio": "{share:.1%}", "steps between recalls": "{interval}"}
-SAVED = {"file": "save_load", "row": "scout-1024", "tokens": 8192}
-TURN = SAVED | {"tokens": 32768}
-LONG = "context_attention_32k"
-BY_ROW = {"row": "{row}", "score": "{score:.1f}", "difference to full attention": "{less}"}
-BY_POLICY = {"policy": "`{policy}`{knobs and ', `' + knobs + '`'}", "score": "{score:.1f}"}
-BY_POLICY["difference to `full`"] = "{less}"
-TURNS = {"hgca-0.1": "hgca", "hgca-0.1-once": "hgca, `reevaluate=False`"}
-MIXED = {"file": "context_attention_batches", "row": "fluxion-0.1"}
-WINDOW = {"file": "attention_stats", "first": 1, "newest": 512}
-STEADY = {"file": "decode_steady", "row": ["hgca-1024", "dynamic"]}
-BUDGETS_OF_ROWS = {"scout-1024": "budget=1024", "scout:samples=512": "samples=512", "scout:samples=256": "samples=256"}
-WIKI = {"full": "full", "scout:budget=1024": "1,024", "scout:budget=512": "512"}
-LONG_ROWS = {"hgca-0.1": "hgca", "full": "full", "dynamic": "sdpa"}
-WAYS = {"loaded": "{way}", "layers": "{layers}", "prompt, s": "{prompt_s:3}", "ms a token": "{p50:3}"}
-SAVES = {"row": "{row}", "prefill, s": "{prefill_s}", "save, s": "{save_s}", "load, s": "{load_s}"}
-SAVES |= {"prefill / (save + load)": "{speedup}×", "host memory with three forks / without": "{fork_bytes:.3f}"}
-PARTS = {"row": "{row}", "attention, ms": "{attention:3}", "step, ms": "{step:3}"}
-PARTS |= {"read": "{read_ratio:.0%}", "KL": "{kl}"}
-
-FIGURES: dict[str, Callable[[], str]] = {
-    # README.md and docs/results.md
-    "peers-caption": peers_caption,
-    "peers-summary": peers_summary,
-    "results-peers": listing("peers", PEERS),
-    "linear-speed": linear_speed,
-    "gguf-dtypes": listing("gguf_dtypes", WAYS, words=2),
-    "results-batch": lambda: table(batches().reset_index(), BATCHES),
-    "results-needles": needles_table,
-    "results-second-turn": lambda: lines(["row", "found"], [[name, second_turn(row)] for row, name in TURNS.items()]),
-    "results-fidelity": fidelity_table,
-    "scout-samples": samples_table,
-    "samples-time-8k": partial(samples_time, 8192),
-    "samples-time-32k": partial(samples_time, 32768),
-    "samples-repeated": told(LONG, "{kl} with `{name}`", ", ", row=BUDGETS_OF_ROWS),
-    "choosing-quality": quality_table,
-    "choosing-lengths": lengths_table,
-    "results-context": listing(LONG, PARTS),
-    "results-perplexity": perplexity_table,
-    "results-ruler": partial(ruler, "ruler", BY_ROW),
-    "results-fluxion": fluxion_table,
-    "results-ratio": lambda: table(recalls().reset_index(), RATIOS),
-    "results-save": listing("save_load", SAVES, tokens=8192),
-    "results-steady": steady_table,
-    "results-kernels": kernels_table,
-    "results-sources": partial(sources, "*.csv"),
-    # docs/policies, docs/choosing.md, docs/long-documents.md and docs/chat.md
-    **{
-        f"losses-{policy}": partial(losses, policy)
-        for policy in ("full", "window", "scout", "quest", "hgca", "fixed_hybrid", "h2o", "infinigen")
-    },
-    "losses-fluxion": fluxion_table,
-    "needles-fluxion": lambda: "{:.1f} where its baseline scores {:.1f} and `full` {:.1f}".format(
-        *by_setting("ruler", task="average").score.loc[
-            [("fluxion", "tau=0.1"), ("fixed_hybrid", "budget=0.05"), ("full", "")]
-        ]
-    ),
-    "train-fluxion": train_table,
-    "extraction": extraction_table,
-    "hidden-numbers-drawn": partial(hidden_numbers, "scout:samples=512", "needle_samples"),
-    "hidden-numbers-drawn-256": partial(hidden_numbers, "scout:samples=256", "needle_samples"),
-    "hidden-numbers-drawn-full": partial(hidden_numbers, "full", "needle_samples"),
-    "hidden-numbers-drawn-lost": lost_drawn_numbers,
-    "ruler-policies": partial(ruler, "ruler", BY_POLICY),
-    "ruler-samples": partial(ruler, "ruler_samples", BY_POLICY),
-    "hidden-numbers-full": partial(hidden_numbers, "full"),
-    "hidden-numbers-scout-1024": partial(hidden_numbers, "scout:budget=1024"),
-    "hidden-numbers-scout-512": partial(hidden_numbers, "scout:budget=512"),
-    "hidden-numbers-window-1024": partial(hidden_numbers, "window:budget=1024"),
-    "paper-digest": lambda: tell("{}×", (fidelity()["paper-off"] / fidelity()["scout-off"]).median()),
-    "budget-kl": lambda: lines(
-        ["", *(f"`{knobs}`" for knobs in by_setting("pareto").loc["scout"].knobs)],
-        [["KL to full attention", *(f"{kl:.4f}" for kl in by_setting("pareto").loc["scout"].kl)]],
-    ),
-    "cpu-ratio-1": lambda: tell("{share:.0%}", recalls().loc["recall-1"]),
-    "cpu-ratio-1-and-a-half": lambda: tell("{share:.0%}", recalls().loc["recall-1.5"]),
-    "second-turn-hgca": partial(second_turn, "hgca-0.1"),
-    "second-turn-hgca-once": partial(second_turn, "hgca-0.1-once"),
-    "hgca-perplexity": told("perplexity", LOST, row="hgca-0.25-1", kind=["code", "prose"]),
-    "tuned": tuned,
-    "saved-prefill": told(template="{prefill_s} s", **SAVED),
-    "saved-load": told(template="{load_s} s", **SAVED),
-    "store-tokens": told(template="{tokens:,.0f}", **TURN),
-    "store-none": told(template="{turn_none_s} s", **TURN),
-    "store-ram": told(template="{turn_ram_s} s", **TURN),
-    "store-disk": told(template="{turn_disk_s} s", **TURN),
-    "store-cold": told(template="{turn_cold_disk_s} s", **TURN),
-    "serve": serve_table,
-    "serve-tokens": lambda: tell("{tokens:,.0f}", rows("serve").iloc[0]),
-    "saved-bytes": told(template=MIB, **SAVED),
-    "saved-bytes-int8": told(template=MIB, **SAVED | {"row": "scout-1024-int8"}),
-    "forked-bytes": told(template="{fork_bytes:.2f}×", **SAVED),
-    # docs/concepts.md and docs/papers.md
-    "papers-cosine": lambda: tell("{}", rows("cpu_ratio_layers", row="recall-1.5").query_cosine.mean()),
-    "papers-cosine-range": lambda: between(rows("cpu_ratio_layers", row="recall-1.5").query_cosine.dropna(), "{}"),
-    "papers-overlap": lambda: tell("{:.0%}", rows("cpu_ratio_layers", row="recall-1.5").selection_overlap.mean()),
-    "papers-cpu-ratio-never": lambda: tell("{share:.1%}", recalls().loc["never-1"]),
-    "papers-recall-1": lambda: tell("{share:.1%}, every {interval} steps", recalls().loc["recall-1"]),
-    "papers-recall-1.5": lambda: tell("{share:.1%}, every {interval} steps", recalls().loc["recall-1.5"]),
-    "papers-2wikimqa": told("longbench", "{score:.1f} ({name})", ", ", row=WIKI, task="2wikimqa"),
-    "papers-batch": lambda: tell("{}×", batches().dynamic[32768, 4] / batches().budget[32768, 4]),
-    "papers-window-weight": told(template="{weight:.0%} (layer {layer:.0f})", sep=", ", layer=[0, 15, 29], **WINDOW),
-    "papers-heads-prose": lambda: between(rows("attention_stats_heads", text="prose").share, "{:.1%}"),
-    "papers-heads-code": lambda: between(rows("attention_stats_heads", text="code").share, "{:.1%}"),
-    "papers-normality": lambda: tell("{:3}", rows("attention_stats_scores").quantile_correlation.min()),
-    "papers-steady": together(column="p50", template="{:.0f} ms a token; full attention {:.0f} ms", **STEADY),
-    "papers-steady-tail": together(column="p99_p50", template="{:.2f}; full attention {:.2f}", **STEADY),
-    "papers-attention-32k": told(LONG, "{attention:3} ms ({name})", ", ", row=LONG_ROWS),
-    "papers-needed": lambda: tell(
-        "{needed_16:.1%} (16), {needed_32:.1%} (32), {needed_128:.1%} (128)", trained().loc["0.1"]
-    ),
-    "papers-streaming": lambda: tell("{streaming_share:.0%}", trained().loc["0.1"]),
-    "papers-ruler-fluxion": lambda: tell(MORE, by_setting("ruler", task="average").loc["fluxion", "tau=0.1"]),
-    "papers-ruler-fixed": lambda: tell(MORE, by_setting("ruler", task="average").loc["fixed_hybrid", "budget=0.05"]),
-    "papers-retrieval": retrieval,
-    "papers-mixed": told(template="{attention:3} ms", sep=" against ", context=["4096+512", "4096+4096"], **MIXED),
-    "papers-predictor-share": told("context_attention_predict", "{predict_share:.1%}", context=8192),
-    "papers-tau": lambda: tell(
-        "{}, {}, {} MiB chosen, KL {}, {}, {}",
-        *rows("context_attention_tau").chosen_MiB.iloc[1:],
-        *rows("context_attention_tau").kl.iloc[1:],
-    ),
-    # docs/gpu-results.md, docs/scale.md, docs/papers.md and README.md
-    "gpu-sources": partial(sources, "h[12]00/*.csv"),
-    "gpu-defaults": listing("h100/defaults", CARDS),
-    "gpu-h200": partial(gpu_table, "h200"),
-    "gpu-first-token": told("h200/prompt", "{first} s", row="default"),
-    "gpu-busy": lambda: tell("{} and {} ms", *(one.busy * one.profiled for one in picked(**FULL_AND_DEFAULT))),
-    "gpu-between": together(column="between", template="{} and {} ms", **FULL_AND_DEFAULT),
-    "gpu-chosen-before": told("h200/decode", "{p50:3}", row="default-graph", context=[32768, 65536], batch=8),
-    "gpu-filled": told("h200/decode", "{fill_s} s", row="full-resident-graph", batch=8, commit=["81ec37f", "d172962"]),
-    "gpu-stock-h200": told("h200/decode", "{p50:3} ms", row="dynamic"),
-    "gpu-pinning": told("h200/pieces", "{gb_per_s}", variant=["ordinary, pinning", "huge, pinning"]),
-    "gpu-full-h200": told(template="{p50:3}", row="full-resident-graph", batch=[1, 8], **H200),
-    "gpu-scout-h200": told(template="{p50:3}", row="scout-graph", context=[32768, 65536], batch=8, **H200),
-    "gpu-decode": partial(gpu_table, "h100"),
-    "gpu-tests": gpu_tests,
-    "gpu-gain": lambda: gpu_ratio("tokens_per_s", gpu("scout-graph", 65536, 8), gpu("full-resident-graph", 65536)),
-    "gpu-steps": told("h100/decode", "{p50} ms", " beside ", row=["scout-graph", "full-resident-graph"], **ONE_ROW),
-    "gpu-for-nothing": gpu_for_nothing,
-    "gpu-dynamic": lambda: gpu_ratio("p50", gpu("dynamic", 65536), gpu("full-resident-graph", 65536)),
-    "gpu-offloaded": lambda: gpu_ratio("p50", gpu("offloading", 32768, 8), gpu("scout-graph", 32768, 8)),
-    "gpu-eager": lambda: " and ".join(
-        gpu_ratio("p50", gpu("scout", 32768, batch), gpu("scout-graph", 32768, batch)) for batch in (1, 8)
-    ),
-    "gpu-hand-over": gpu_hand_over,
-    "gpu-idle": told("h100/decode", IDLE, row="scout-graph", batch=16),
-    "gpu-floor-long": partial(gpu_floor, "paged_attention", batch=1, tokens=32768),
-    "gpu-floor-short": partial(gpu_floor, "paged_attention", batch=1, tokens=2048),
-    "gpu-floor-scores": partial(gpu_floor, "score_submeans"),
-    "gpu-merge": told("h100/kernels", "{p50} µs in place of {floor:1} µs", operation="merge_with_host", batch=1),
-    "gpu-ablation": lambda: tell("pre-computation {:.2f}×, recall {:.2f}×", *map(gpu_without, ("off", "no-recall"))),
-    "families-count": lambda: str(rows("families").status.str.startswith("exact").sum()),
-}
-"""The text of each name."""
-
-
-COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
-
-
-def draw_quality(source: Path) -> None:
-    """Draw a CSV of quality.py beside it: KL against what a head reads, and against the time of a step.
-
-    A plot for each context; a curve for each method, and one for each form of the host's blocks.
-    """
-    from plotting import plot
-
-    frame = _read(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
-    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
-    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
-    frame["method"] = frame.method.str.replace("host_dtype=", "")
-    contexts, methods = frame.context.unique(), list(frame.method.unique())
-    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
-        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
-            for one, context in zip(row_of_axes, contexts, strict=True):
-                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
-                one.yaxis.set_major_formatter("{x:g}")
-                shown = frame[frame.context == context].dropna(subset=[cost])
-                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
-                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
-                    one.plot(mine[cost], mine.kl, "o-", color=color)
-                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
-                one.margins(x=0.15, y=0.1)
+peer = partial(row, "peers", context=32768)
+saved = partial(row, "save_load", row="scout-1024", tokens=8192)
+turn = partial(row, "save_load", row="scout-1024", tokens=32768)
+recall = partial(rows, "cpu_ratio_layers", row="recall-1.5")
+perplexity = partial(row, "perplexity", row="hgca-0.25-1")
+wiki = partial(row, "longbench", task="2wikimqa")
+newest = partial(row, "attention_stats", first=1, newest=512)
+steady = partial(row, "decode_steady")
+long = partial(row, "context_attention_32k")
+mixed = partial(row, "context_attention_batches", row="fluxion-0.1")
+pinned = partial(row, "h200/pieces")
+handoff = partial(rows, "h100/handoff")
+heads = partial(rows, "attention_stats_heads")
+idle = partial(row, "h100/decode", row="scout-graph", batch=16)
+merged = partial(row, "h100/kernels", operation="merge_with_host", batch=1)
 
 
 def pages() -> list[Path]:
@@ -775,10 +633,8 @@ def write(text: str) -> str:
     """A page with its figures made anew."""
 
     def fill(mark: re.Match[str]) -> str:
-        start, name, old, end = mark.groups()
-        if name not in FIGURES:
-            raise ValueError(f"figure {name!r} is unknown; add it to eval/figures.py")
-        made = FIGURES[name]()
+        start, template, old, end = mark.groups()
+        made = tell(template)
         return f"{start}\n{made}\n{end}" if old.startswith("\n") else f"{start}{made}{end}"
 
     return MARK.sub(fill, text)
@@ -787,7 +643,6 @@ def write(text: str) -> str:
 def main(
     paths: Annotated[list[Path] | None, typer.Argument(exists=True, help="Pages [default: all].")] = None,
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit with 1 if a page is old.")] = False,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw eval/results/quality.png, too.")] = False,
 ) -> None:
     """Write the measured numbers of README.md and docs/ from the CSVs."""
     stale = []
@@ -800,8 +655,6 @@ def main(
                 page.write_text(made, encoding="utf-8")
     if stale:
         print(("out of date: " if check else "wrote ") + ", ".join(map(str, stale)))
-    if picture:
-        draw_quality(RESULTS / "quality.csv")
     if check and stale:
         raise typer.Exit(1)
 

@@ -28,7 +28,7 @@ from datasets import Dataset
 
 import common
 from tasks.run import Asking, DataOption, run
-from tasks.samples import Sample, harness_task, named, read_rows
+from tasks.samples import Sample, harness_task, named, read_rows, score_of
 
 TASKS = (
     "narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh", "hotpotqa", "2wikimqa", "musique", "dureader",
@@ -68,14 +68,11 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
     found = []
     for number, doc in enumerate(source.test_docs()):
         prompt = source.doc_to_text(doc)
-
-        def score(answer: str, doc: dict[str, Any] = doc) -> float:
-            return 100 * float(source.process_results(doc, [answer])["score"])
-
         found.append(Sample(
             task=task, name=str(doc.get("_id", number)), prompt=prompt,
             question=prompt.rpartition(doc["context"])[2] if doc["context"] else prompt,
-            new_tokens=limits["max_gen_toks"], score=score, until=tuple(limits["until"]), chat=task not in BARE,
+            new_tokens=limits["max_gen_toks"], score=score_of(source, doc, "score"),
+            until=tuple(limits["until"]), chat=task not in BARE,
         ))  # fmt: skip
     return found
 

@@ -6,8 +6,8 @@
 
 Teacher forcing from the first token on: nothing is taken in as a prompt, so that each token but the first is predicted
 by a decode step. `hgca` attends a share of the text's length densely, its newest tokens, rounded up to whole blocks
-(the paper's GPU ratio), and what has left that window as its filter lets it (β): `hgca-RATIO-BETA`, `grid` all of
-`--ratios` and `--betas`. `window-RATIO` attends as many tokens. Full attention (`dynamic`) is computed in one forward,
+(the paper's GPU ratio), and what has left that window as its filter lets it (β): `hgca-RATIO-BETA`, `grid` 16 of
+these. `window-RATIO` attends as many tokens. Full attention (`dynamic`) is computed in one forward,
 chunk by chunk. Each token's loss is compared with full attention's for the same token: standard errors take tokens as
 independent of each other. `kept_share`, of the host's tokens those that the CPU attends, is that at the end, over all
 texts of a run.
@@ -32,16 +32,20 @@ from transformers import PreTrainedModel
 import common
 
 BLOCK_SIZE, CHUNK = 32, 512
+GRID = [f"hgca-{ratio}-{beta}" for ratio in (0.1, 0.25, 0.5, 0.75) for beta in (0.25, 0.5, 0.75, 1)]
 
 
-def grid(tokens: int, ratios: list[float], betas: list[float], tier: str | None) -> dict[str, Any]:
-    """The rows that attend shares of the texts' length, by name; `grid` names those of hgca."""
-    common_knobs = {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
-    newest = {ratio: math.ceil(ratio * tokens / BLOCK_SIZE) * BLOCK_SIZE for ratio in ratios}
-    every = [(f"hgca-{r:g}-{b:g}", "hgca", {"window": n, "beta": b}) for r, n in newest.items() for b in betas]
-    every += [(f"window-{ratio:g}", "window", {"budget": n}) for ratio, n in newest.items()]
-    rows: dict[str, Any] = {name: common.Row(name, policy, knobs | common_knobs) for name, policy, knobs in every}
-    return rows | {"grid": [name for name in rows if name.startswith("hgca")]}
+def shares_of(texts: list[str], tokens: int, tier: str | None) -> dict[str, Any]:
+    """Of a `--row`'s texts and of the grid the rows that attend shares of so many tokens, by name."""
+    rows: dict[str, Any] = {"grid": GRID}
+    for name in re.findall(r"hgca-[\d.]+-[\d.]+|window-\d*\.\d+", ",".join([*texts, *GRID])):
+        policy, share, *beta = name.split("-")
+        newest = math.ceil(float(share) * tokens / BLOCK_SIZE) * BLOCK_SIZE
+        knobs = {"window": newest, "beta": float(*beta)} if beta else {"budget": newest}
+        rows[name] = common.Row(
+            name, policy, knobs | {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
+        )
+    return rows
 
 
 def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -84,23 +88,10 @@ def told(nll: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shares(text: str) -> list[float]:
-    """Parse a comma-separated list of positive numbers."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(0 < value < float("inf") for value in found):
-        raise typer.BadParameter(f"{text!r} is not a list of positive numbers like 0.25,1")
-    return found
-
-
 def main(
     texts: common.KindsOption = "prose,code",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sequence that are predicted.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of each text.")] = 1,
-    ratios: Annotated[str, typer.Option(help="Shares of the length that are attended densely.")] = "0.1,0.25,0.5,0.75",
-    betas: Annotated[str, typer.Option(help="Filters of hgca.")] = "0.25,0.5,0.75,1",
     rows: common.RowsOption = ["grid"],  # noqa: B006
     tier: common.TierOption = None,
     *,
@@ -108,7 +99,7 @@ def main(
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     kinds = common.kinds_of(texts)
-    chosen = common.rows_of(rows, tier, known=grid(tokens, shares(ratios), shares(betas), tier))
+    chosen = common.rows_of(rows, tier, known=shares_of(rows, tokens, tier))
     about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
     progress = setting.records(("row", "kind"), chosen, **about)
     model, tokenizer = setting.load()

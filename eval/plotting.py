@@ -1,8 +1,8 @@
-"""Plots of results: one figure a file, and lines of records by row."""
+"""Plots of results: one figure a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,3 @@ def plot(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterato
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     print(f"wrote {path}")
-
-
-def lines(axes: Any, records: Sequence[Mapping[str, Any]], x: str, y: str, by: str = "row", **style: Any) -> None:
-    """Draw a line for each value of `by`."""
-    for name in dict.fromkeys(record[by] for record in records):
-        mine = [record for record in records if record[by] == name]
-        axes.plot([r[x] for r in mine], [r[y] for r in mine], label=name, **{"marker": "o"} | style)

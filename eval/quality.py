@@ -45,18 +45,18 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedTokenizerBase
 
 import common
+import hf_offload
 from context_attention import read_bytes
-from figures import draw_quality
 from hf_offload.tools import assets, measuring
 from plotting import plot
 from tasks.answers import Reading, answer
@@ -64,11 +64,6 @@ from tasks.prompts import Prompter
 from tasks.run import Asking, run
 from tasks.samples import Sample
 
-PAPER = {
-    "digest": "quest", "join": "raw", "synchronous_layers": (0,), "correction": False, "smoothing": 0.0,
-    "attend_resident": "selected", "dense": False,
-}  # fmt: skip
-"""`Scout.paper()`, but for its budget and lookahead."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "scout-off": {"lookahead": "off"},
     "scout-off-int8": {"lookahead": "off", "host_dtype": "int8"},
@@ -77,8 +72,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scout-attend": {"lookahead": "attend"},
     "scout-attend-sync0": {"lookahead": "attend", "synchronous_layers": (0,)},
     "scout-attend-uncorrected": {"lookahead": "attend", "correction": False},
-    "paper": PAPER | {"lookahead": "attend"},
-    "paper-off": PAPER | {"lookahead": "off"},
+    "paper": vars(hf_offload.Scout.paper(budget=1024, lookahead="attend")),
+    "paper-off": vars(hf_offload.Scout.paper(budget=1024, lookahead="off")),
 }
 METHODS = (
     *(f"scout:budget={budget}" for budget in (512, 1024, 2048)),
@@ -111,28 +106,39 @@ Place = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Options:
+    """What is asked for, beside a model and texts."""
+
+    rows: common.RowsOption = field(default_factory=list)
+    contexts: Annotated[str | None, typer.Option(help="Lengths; k is 1,024 [default: 6k, or 6500].")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Tokens that rows are fed [default: by --ask].")] = None
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Windows or numbers of each kind, or lists [default: by --ask].")
+    ] = None
+    kinds: common.KindsOption = common.KINDS
+    tier: common.TierOption = None
+    needles: Annotated[int, typer.Option(min=0, help="text: numbers to hide in each kind of text.")] = 0
+    records: Annotated[int, typer.Option(min=10, max=240, help="extraction: records of a list.")] = 200
+
+
 class Ask:
-    """What is asked, of one model.
+    """What is asked of every row, on some texts; by default with these rows, contexts, steps and limit."""
 
-    Args:
-        contexts, kinds: of the texts.
-        steps: tokens that every row is fed.
-        limit: windows, numbers or lists, of each kind.
-        needles: numbers to hide in a text.
-        records: of a list.
-        tier: of caches whose rows say nothing of it.
-    """
+    FILE: str
+    ROWS: str
+    CONTEXTS, STEPS, LIMIT = "6k", 192, 8
+    SIZES: tuple[str, ...] = ()
+    """Columns that are the same in all rows of the results."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    setting: common.TextSetting
-    contexts: list[int]
-    kinds: list[str]
-    steps: int
-    limit: int
-    needles: int
-    records: int
-    tier: str | None
+    def __init__(self, options: Options, setting: common.TextSetting) -> None:
+        self.options, self.tier, self.kinds = options, options.tier, common.kinds_of(options.kinds)
+        self.setting = setting if setting.out != common.OUT else replace(setting, out=common.RESULTS / self.FILE)
+        self.contexts = common.numbers(options.contexts or self.CONTEXTS)
+        self.steps, self.limit = options.steps or self.STEPS, options.limit or self.LIMIT
+
+    def rows(self) -> list[common.Row]:
+        """The rows that are asked."""
+        return common.rows_of(self.options.rows or [self.ROWS], self.tier, known=KNOWN)
 
     def places(self) -> Iterator[Place]:
         """The texts."""
@@ -146,9 +152,45 @@ class Ask:
         """What a row makes of it; None: it is not asked."""
         raise NotImplementedError
 
+    def run(self) -> None:
+        """Ask every row about every text, and report."""
+        rows, sizes = self.rows(), {"steps": self.steps, "tier": self.tier, "records": self.options.records}
+        about = sizes | {"ask": self.FILE, "needles": self.options.needles, "prose": self.setting.source}
+        kept = self.setting.records(("row", "place"), rows, **about)
+        sizes |= {"text_tokens": max(self.contexts), "asked": self.options.records // 10}
+        same = {name: sizes[name] for name in self.SIZES}
+        self.model, self.tokenizer = self.setting.load()
+        self.model.set_attn_implementation("hybrid_sparse")
+        common.check_rows(rows, self.model)
+        places = list(self.places())
+        with tqdm(total=len(places) * len(rows)) as bar, torch.inference_mode():
+            for place in places:
+                context, called = None, ", ".join(map(str, place.values()))
+                for row in rows:
+                    bar.set_description(f"{called}: {row.name}")
+                    key = {"row": row.name, "place": called}
+                    if kept.key(key) not in kept.found:
+                        context = self.read(place) if context is None else context
+                        if (found := self.measure(context, row)) is not None:
+                            kept.add(key | place | found)
+                    bar.update()
+                lines = [{k: v for k, v in r.items() if k != "place"} | same for r in kept.found.values()]
+                self.setting.write(lines)
+        self.report(lines)
+        kept.remove()
+
+    def report(self, lines: list[dict[str, Any]]) -> None:
+        """Tell what has been found."""
+        means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
+        by = ["context", "row"] if "context" in means else ["row"]
+        table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
+        common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
+
 
 class Text(Ask):
     """KL on running text, and what a step costs."""
+
+    FILE, ROWS, LIMIT, SIZES = "quality.csv", "methods", 1, ("text_tokens", "steps", "tier")
 
     def places(self) -> Iterator[Place]:
         for length in self.contexts:
@@ -159,7 +201,7 @@ class Text(Ask):
     def read(self, place: Place) -> tuple[measuring.Reading, list[Any] | None]:
         length, kind, start = place.values()
         hidden = None
-        if self.needles and start == common.OFFSETS[kind][0]:
+        if self.options.needles and start == common.OFFSETS[kind][0]:
             hidden = self._found_by_full(kind, length)
         ids = self.setting.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
         return measuring.read(self.model, ids, self.steps), hidden
@@ -189,12 +231,13 @@ class Text(Ask):
         if hidden is None:
             return line
         asked = row if self.tier is None else replace(row, options={"tier": self.tier, **row.options})
-        return line | {"found": common.mean(self._finds(asked, *one) for one in hidden)}
+        found = [self._finds(asked, *one) for one in hidden]
+        return line | {"found": sum(found) / len(found) if found else None}
 
     def _found_by_full(self, kind: str, tokens: int) -> list[Any]:
         """The hidden numbers that full attention finds, with what their prompts are for all rows."""
         prompter = Prompter(self.model, self.tokenizer, None, chat=True)
-        samples = numbers_in(self.setting.text(kind), kind, range(self.needles), self.tokenizer, tokens)
+        samples = numbers_in(self.setting.text(kind), kind, range(self.options.needles), self.tokenizer, tokens)
         prompts = [prompter(sample) for sample in samples]
         if any(prompt.whole > prompt.ids.shape[1] for prompt in prompts):
             raise typer.BadParameter(
@@ -230,9 +273,33 @@ def numbers_in(
     return found
 
 
+class Needle(Ask):
+    """Hidden numbers, in the tables and with the intervals of the benchmarks."""
+
+    FILE, CONTEXTS = "needle.csv", "6500"
+    ROWS = "full,scout:budget=1024,scout:budget=512,window:budget=1024"
+
+    def run(self) -> None:
+        kinds, tokens = self.kinds, self.contexts[0]
+
+        def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+            seeds = range(kinds.index(kind), self.limit * len(kinds), len(kinds))
+            return numbers_in(self.setting.text(kind), kind, seeds, tokenizer, tokens)
+
+        asking = Asking(rows=self.options.rows or [self.ROWS], limit=self.limit)
+        source = {"kinds": kinds, "tokens": tokens, "prose": self.setting.source}
+        run("Needles", kinds, hidden, asking, self.setting, **source)
+
+
 class Extraction(Ask):
     """Records copied out of a long list."""
 
+    FILE, SIZES = "extraction.csv", ("records", "asked", "tier")
+    ROWS = (
+        "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,"
+        "quest:budget=1024,hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,"
+        "window:budget=1024"
+    )
     FIRST = "amber bitter calm dusty early fallen gentle hollow iron jade keen lunar misty narrow olive pale"
     SECOND = "anchor bridge canyon drum engine ferry garden harbor island jungle kettle lantern meadow needle orchard"
 
@@ -254,12 +321,12 @@ class Extraction(Ask):
         """A question over a list of records, and its answer: JSON with the asked keys in the order of the question."""
         chance = random.Random(seed)
         names = [f"{one} {two}" for one in self.FIRST.split() for two in self.SECOND.split()]
-        keys = chance.sample(names, self.records)
+        keys = chance.sample(names, self.options.records)
         held = {key: f"{chance.choice('ABCDEFGH')}{chance.randrange(10**5):05d}" for key in keys}
-        wanted = chance.sample(keys, self.records // 10)
+        wanted = chance.sample(keys, self.options.records // 10)
         listed = "\n".join(f"- {key}: {value}" for key, value in held.items())
         question = (
-            f"Here is a list of {self.records} records, each with a key and a value.\n\n{listed}\n\n"
+            f"Here is a list of {self.options.records} records, each with a key and a value.\n\n{listed}\n\n"
             f"Write a JSON object with the values of these keys, in this order: {', '.join(wanted)}."
         )
         return question, json.dumps({key: held[key] for key in wanted}, indent=0)
@@ -277,7 +344,11 @@ class Extraction(Ask):
 class SecondTurn(Ask):
     """A number that only the second turn asks for."""
 
+    FILE, ROWS, CONTEXTS, STEPS = "second_turn.csv", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48
     FIRST = "What is this text about? Answer in one sentence."
+
+    def rows(self) -> list[common.Row]:
+        return [common.FULL, *super().rows()]
 
     def places(self) -> Iterator[Place]:
         for seed in range(self.limit * len(self.kinds)):
@@ -335,6 +406,7 @@ class SecondTurn(Ask):
 class Error(Text):
     """The error that drawn keys tell of themselves."""
 
+    FILE, ROWS, STEPS, SIZES = "error_estimate.csv", "scout:samples=128,scout:samples=512", 300, ()
     FACTOR = 3.0
 
     def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
@@ -344,12 +416,10 @@ class Error(Text):
         layers = cache.stats().as_dict()["layers"]
         return {"points": [[layer["layer"], *pair] for layer in layers for pair in layer["checked_errors"]]}
 
-    def summarize(self, records: Iterable[dict[str, Any]]) -> None:
-        """Write lines by samples and layer, and draw the points."""
+    def report(self, lines: list[dict[str, Any]]) -> None:
+        """Write lines by samples and layer in place of the points, and draw these."""
         columns = ["samples", "layer", "estimated", "true"]
-        rows = [
-            [int(r["row"].partition("samples=")[2].split(",")[0]), *point] for r in records for point in r["points"]
-        ]
+        rows = [[int(r["row"].partition("samples=")[2].split(",")[0]), *point] for r in lines for point in r["points"]]
         points, lines = pd.DataFrame(rows, columns=columns), []
         for samples, mine in points.groupby("samples"):
             for layer, each in [("all", mine), *mine.groupby("layer")]:
@@ -370,99 +440,17 @@ class Error(Text):
                 one.set(xscale="log", yscale="log", xlabel="estimated error", ylabel="true error", title=title)
 
 
-@dataclass(frozen=True)
-class Usual:
-    """What an ask has by default: the file of its results, rows, contexts, steps and limit."""
-
-    kind: type[Ask] | None
-    file: str
-    rows: str
-    contexts: str = "6k"
-    steps: int = 192
-    limit: int = 8
-
-
-COPYING = (
-    "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,quest:budget=1024,"
-    "hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,window:budget=1024"
-)
-ASKS = {
-    "text": Usual(Text, "quality", "methods", limit=1),
-    "needle": Usual(None, "needle", "full,scout:budget=1024,scout:budget=512,window:budget=1024", "6500"),
-    "extraction": Usual(Extraction, "extraction", COPYING),
-    "second-turn": Usual(SecondTurn, "second_turn", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48),
-    "error": Usual(Error, "error_estimate", "scout:samples=128,scout:samples=512", steps=300, limit=1),
-}
+ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn": SecondTurn, "error": Error}
 
 
 def main(
-    ask: Annotated[str, typer.Option(help=f"What is asked: {', '.join(ASKS)}.")] = "text",
-    rows: common.RowsOption = [],  # noqa: B006
-    contexts: Annotated[str | None, typer.Option(help="Lengths; k is 1,024 [default: 6k, or 6500].")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Tokens that rows are fed [default: by --ask].")] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Windows or numbers of each kind, or lists [default: by --ask].")
-    ] = None,
-    kinds: common.KindsOption = common.KINDS,
-    tier: common.TierOption = None,
-    needles: Annotated[int, typer.Option(min=0, help="text: numbers to hide in each kind of text.")] = 0,
-    records: Annotated[int, typer.Option(min=10, max=240, help="extraction: records of a list.")] = 200,
+    ask: Annotated[Literal[*ASKS], typer.Option(help="What is asked.")] = "text",
     *,
+    options: Options,
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
     """Compare policies with full attention, and say what they cost."""
-    (name,) = common.listed(ask, ASKS, "--ask")
-    usual, names = ASKS[name], common.kinds_of(kinds)
-    if setting.out == common.RESULTS / "quality.csv":
-        setting = replace(setting, out=common.RESULTS / f"{usual.file}.csv")
-    lengths, steps, limit = common.numbers(contexts or usual.contexts), steps or usual.steps, limit or usual.limit
-    rows = rows or [usual.rows]
-    if usual.kind is None:
-        seeds = {kind: range(place, limit * len(names), len(names)) for place, kind in enumerate(names)}
-
-        def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-            return numbers_in(setting.text(kind), kind, seeds[kind], tokenizer, lengths[0])
-
-        asking = Asking(rows=rows, limit=limit)
-        run("Needles", names, hidden, asking, setting, kinds=names, tokens=lengths[0], prose=setting.source)
-        return
-    chosen = common.rows_of(rows, tier, known=KNOWN)
-    known = {"ask": ask, "steps": steps, "tier": tier, "needles": needles, "prose": setting.source, "records": records}
-    kept = setting.records(("row", "place"), chosen, **known)
-    model, tokenizer = setting.load()
-    model.set_attn_implementation("hybrid_sparse")
-    common.check_rows(chosen, model)
-    asked = usual.kind(model, tokenizer, setting, lengths, names, steps, limit, needles, records, tier)
-    every = [common.FULL, *chosen] if usual.kind is SecondTurn else chosen
-    places = list(asked.places())
-    size = {
-        "text": {"text_tokens": max(lengths), "steps": steps, "tier": tier},
-        "extraction": {"records": records, "asked": records // 10, "tier": tier},
-    }.get(ask, {})
-    with tqdm(total=len(places) * len(every)) as bar, torch.inference_mode():
-        for place in places:
-            context = None
-            for row in every:
-                bar.set_description(f"{', '.join(map(str, place.values()))}: {row.name}")
-                key = {"row": row.name, "place": ", ".join(map(str, place.values()))}
-                if kept.key(key) not in kept.found:
-                    context = asked.read(place) if context is None else context
-                    if (found := asked.measure(context, row)) is not None:
-                        kept.add(key | place | found)
-                bar.update()
-            lines = [{k: v for k, v in r.items() if k != "place"} | size for r in kept.found.values()]
-            if not isinstance(asked, Error):
-                setting.write(lines)
-    if isinstance(asked, Error):
-        asked.summarize(lines)
-    else:
-        means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
-        by = ["context", "row"] if "context" in means else ["row"]
-        table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
-        common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
-        if ask == "text":
-            draw_quality(setting.out)
-    kept.remove()
+    ASKS[ask](options, setting).run()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 import common
 from tasks.run import Asking, DataOption, run
-from tasks.samples import Sample, harness_task, named
+from tasks.samples import Sample, harness_task, named, score_of
 
 # Where lm-eval builds each task, and with what: module, function, and the function in it that takes `num_samples`.
 _NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
@@ -109,13 +109,10 @@ def samples_of(
     limits, found = source.config.generation_kwargs, []
     for number, doc in enumerate(source.test_docs()):
         text = source.doc_to_text(doc)
-
-        def score(answer: str, doc: dict[str, Any] = doc) -> float:
-            return 100 * float(source.process_results(doc, [answer])[str(length)])
-
         found.append(Sample(
             task=named_length(task, length), name=str(number), prompt=text,
-            question=text.rstrip().rpartition("\n")[2], new_tokens=limits["max_gen_toks"], score=score,
+            question=text.rstrip().rpartition("\n")[2], new_tokens=limits["max_gen_toks"],
+            score=score_of(source, doc, str(length)),
             start=source.config.target_delimiter + source.doc_to_prefix(doc),
         ))  # fmt: skip
     return found

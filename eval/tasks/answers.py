@@ -29,23 +29,22 @@ class Reading:
 
     With one memory a cache knows of a prompt no more than its keys and values, but for policies that learn from its
     queries. So one cache of policy `full` reads the prompt, and the others take its tokens over. A row whose policy
-    learns, with two memories, with a prompt in chunks, and Transformers' own cache read it themselves.
+    learns, with two memories, and Transformers' own cache read it themselves.
 
     Args:
         model: of all rows.
         ids: the prompt, `[1, N]` int64 on the model's device.
-        chunk: tokens of a forward; None: all.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, chunk: int | None = None) -> None:
-        self.model, self.ids, self.chunk = model, ids, chunk
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+        self.model, self.ids = model, ids
         self._read: tuple[DynamicCache, torch.Tensor] | None = None
 
     def start(self, row: common.Row, tokens: int) -> tuple[Cache, torch.Tensor]:
         """A row's cache that holds the first tokens of the prompt, and the logits `[1, V]` of the last of them."""
         cache = row.make_cache(self.model)
         if not self._takes_over(row, cache):
-            return cache, common.prefill(self.model, cache, self.ids[:, :tokens], self.chunk)
+            return cache, common.prefill(self.model, cache, self.ids[:, :tokens])
         if self._read is None:
             full = hf_offload.HybridCache(self.model, "full")
             logits = common.prefill(self.model, full, self.ids)
@@ -57,7 +56,7 @@ class Reading:
         return hf_offload.HybridCache.from_cache(read, self.model, row.policy, **row.options), logits
 
     def _takes_over(self, row: common.Row, cache: Any) -> bool:
-        if row.policy == CONTROL or self.chunk is not None or row.options.get("tier") == "split":
+        if row.policy == CONTROL or row.options.get("tier") == "split":
             return False
         on_cpu = all(weight.device.type == "cpu" for weight in self.model.parameters())
         return on_cpu and not cache.policy.requirements.learns_from_prompts

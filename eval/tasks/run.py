@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,41 +53,25 @@ class Asking:
     ] = None
     new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
-    chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt in one forward; each row then reads for itself.")
-    ] = None
-
-    def __post_init__(self) -> None:
-        if unknown := set(self.setups) - set(SETUPS):
-            raise typer.BadParameter(f"unknown setups {', '.join(sorted(unknown))}: choose among {', '.join(SETUPS)}")
-
-    @property
-    def setups(self) -> list[str]:
-        """The setups, one by one."""
-        return list(dict.fromkeys(self.setup.replace(" ", "").split(",")))
 
 
-def run(
-    title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **settings: Any
-) -> list[dict[str, Any]]:
+def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **about: Any) -> None:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
     Args:
         title: of the benchmark.
         tasks: names of its tasks; read: gives the samples of one.
-        settings: what else the answers depend on, for `json`.
-
-    Returns:
-        What was reported, an answer an entry; nothing in processes but the first.
+        about: what else the answers depend on, for `json`.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
-    rows = common.rows_of(asking.rows, stock=(CONTROL,))
+    rows = common.rows_of(asking.rows, known={CONTROL: common.FULL})
+    setups = common.listed(asking.setup, SETUPS, "setups")
     if setting.out.suffix != ".csv":
         raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
-    settings |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
-    settings |= {name: getattr(asking, name) for name in ("new_tokens", "chat", "chunk")}
-    records = common.Records(setting.beside(".jsonl"), KEYS, settings, state.process_index)
+    about |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
+    about |= {"new_tokens": asking.new_tokens, "chat": asking.chat}
+    records = common.Records(setting.beside(".jsonl"), KEYS, about)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
     quiet = not state.is_main_process
@@ -99,19 +84,25 @@ def run(
     if not everything:
         raise typer.BadParameter(f"no sample of {', '.join(missing)}: no rows are there, or none is long enough")
     mine = everything[state.process_index :: state.num_processes]
-    with tqdm(total=len(mine) * len(asking.setups) * len(rows), disable=quiet, unit="answers") as bar:
-        for question in mine:
-            ask(asking, rows, *question, model, tokenizer, records, bar)
+    keys = list(itertools.product(setups, rows))
+    with tqdm(total=len(mine) * len(keys), disable=quiet, unit="answers") as bar:
+        for sample, prompt in mine:
+            reading = Reading(model, prompt.ids.to(model.device))
+            for setup, row in keys:
+                bar.set_description(f"{sample.task}, {row.name}")
+                key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
+                # What was answered to another prompt of this name, or with another file of a knob, is asked again.
+                same = {"prompt": prompt.checksum, "files": row.files}
+                if not same.items() <= records.found.get(records.key(key), {}).items():
+                    length = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
+                    records.add(key | same | length | answer(reading, row, setup, prompt, sample, tokenizer))
+                bar.update()
     state.wait_for_everyone()
-    reported: list[dict[str, Any]] = []
     if state.is_main_process:
-        records.join()
-        samples = [sample for sample, _ in everything]
-        keys = [(each.task, each.name, row.name, s) for s in asking.setups for row in rows for each in samples]
-        reported = [records.found[key] for key in keys]
-        report(title, setting, reported, missing)
+        records.read()
+        every = [(s.task, s.name, row.name, setup) for setup, row in keys for s, _ in everything]
+        report(title, setting, [records.found[key] for key in every], missing)
     state.destroy_process_group()
-    return reported
 
 
 def questions(
@@ -136,26 +127,3 @@ def questions(
         if prompt.whole >= asking.min_tokens:
             found.append((sample, prompt))
     return found
-
-
-def ask(
-    asking: Asking, rows: Sequence[common.Row], sample: Sample, prompt: Prompt, model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase, records: common.Records, bar: tqdm[Any],
-) -> None:  # fmt: skip
-    """Let every row answer one question that it has not answered before, in these words."""
-    reading = Reading(model, prompt.ids.to(model.device), asking.chunk)
-    for setup in asking.setups:
-        for row in rows:
-            bar.set_description(f"{sample.task}, {row.name}")
-            key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
-            known = records.found.get(records.key(key))
-            if known is not None and known.get("files", {}) != row.files:
-                raise typer.BadParameter(
-                    f"{records.file} holds answers of --row {row.name} with another {', '.join(row.files)}: remove it, "
-                    "or give another --out"
-                )
-            if known is None or known.get("prompt", prompt.checksum) != prompt.checksum:
-                about = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                about |= {"prompt": prompt.checksum} | ({"files": row.files} if row.files else {})
-                records.add(key | about | answer(reading, row, setup, prompt, sample, tokenizer))
-            bar.update()

@@ -86,3 +86,8 @@ def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = No
     changes = {} if dataset is None else {"custom_dataset": dataset}
     found = manager.load({"group": "chosen", "task": [{"task": name, **changes}]})
     return found["tasks"][name]
+
+
+def score_of(task: Any, doc: dict[str, Any], metric: str) -> Callable[[str], float]:
+    """What an answer to a row of lm-eval's task is worth by a metric, 0 to 100."""
+    return lambda answer: 100 * float(task.process_results(doc, [answer])[metric])

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy.stats import bootstrap
 
 import common
-from plotting import plot
+import figures
 from tasks.answers import SETUPS
 
 REFERENCE = "full"
@@ -21,26 +22,23 @@ RESAMPLES = 10_000
 FEWEST = 5
 """Samples of each task that an interval takes: of fewer, resampling says too little."""
 
-Scores = dict[str, float]
+KEYS = ["setup", "task", "sample"]
+SHARES = ["cpu_ratio", "kept_share", "retrieved_share"]
 
 
-def difference(mine: Sequence[Scores], full: Sequence[Scores]) -> dict[str, Any]:
-    """What the mean over tasks is more than full attention's, on the samples that both have answered.
+def difference(pairs: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What the mean over tasks is more than full attention's.
 
     The interval is that of a percentile bootstrap over the paired differences: each task's samples are drawn anew.
 
     Args:
-        mine, full: for each task the score of each sample, by its name.
+        pairs: for each task a row's score less full's, `[samples]`, on the samples that both have answered.
 
     Returns:
         more: mean difference; low, high: where 95 % of the resampled ones lie (None: a task has fewer than
             `FEWEST` samples);
         pairs: samples that count. All None or 0 without any.
     """
-    pairs = [
-        np.array([one[name] - other[name] for name in one if name in other])
-        for one, other in zip(mine, full, strict=True)
-    ]
     pairs = [task for task in pairs if len(task)]
     if not pairs:
         return {"more": None, "low": None, "high": None, "pairs": 0}
@@ -62,43 +60,37 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of the results: for each setup and row one a task, then the averages over tasks.
 
     score; what it is more than full's, in points with its interval and in percent; same, the share of answers that are
-    full's word by word; how many tasks, samples and cut prompts; and what the answers took.
+    full's word by word; how many tasks, samples and cut prompts; and what the answers took: the time of a token counts
+    those of a question that is fed token by token, too.
 
     Args:
         records: of `answers.answer`, with task, sample, row, setup and tokens.
     """
-    by_task: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
-    for record in records:
-        by_task.setdefault((record["setup"], record["row"], record["task"]), {})[record["sample"]] = record
-    scores = {key: {name: r["score"] for name, r in found.items()} for key, found in by_task.items()}
+    frame = pd.DataFrame(records).astype(dict.fromkeys(SHARES, float))
+    frame["fed"] = frame.new_tokens + frame.asked.where(frame.setup == "sparse", 0)
+    full = frame[frame.row == REFERENCE]
+    frame = frame.merge(full[[*KEYS, "score", "answer"]], "left", KEYS, suffixes=("", "_full"))
+    frame["less"] = frame.score - frame.score_full
+    frame["same"] = (frame.answer == frame.answer_full).where(frame.score_full.notna()).astype(float)
     lines = []
-    for setup, row in dict.fromkeys((record["setup"], record["row"]) for record in records):
-        mine = [task for s, r, task in by_task if (s, r) == (setup, row)]
-        worth = [task for task in mine if np.mean(list(scores.get((setup, REFERENCE, task), {"": 0}).values())) > 20]
-        over = {task: [task] for task in mine} | {AVERAGE: mine} | ({WORTH: worth} if worth else {})
-        for name, tasks in over.items():
-            less = difference(*([scores.get((setup, r, t), {}) for t in tasks] for r in (row, REFERENCE)))
-            full = [by_task.get((setup, REFERENCE, task), {}) for task in tasks]
-            found = [by_task[setup, row, task] for task in tasks]
-            pairs = [(r, them.get(key)) for each, them in zip(found, full, strict=True) for key, r in each.items()]
-            each = [record for record, _ in pairs]
-            base = common.mean(common.mean(r["score"] for r in task.values()) for task in full if task)
+    for (setup, row), mine in frame.groupby(["setup", "row"], sort=False):
+        base = full[full.setup == setup].groupby("task").score.mean()
+        tasks = list(mine.task.unique())
+        worth = [task for task in tasks if base.get(task, 0) > 20]
+        over = {task: [task] for task in tasks} | {AVERAGE: tasks} | ({WORTH: worth} if worth else {})
+        for name, chosen in over.items():
+            each = mine[mine.task.isin(chosen)]
+            by_task = each.groupby("task", sort=False)
+            less = difference([task.dropna().to_numpy() for _, task in by_task.less])
+            of_full = base.reindex(chosen).mean()
             lines.append({
-                "setup": setup, "row": row, "task": name,
-                "score": common.mean(common.mean(scores[setup, row, task].values()) for task in tasks), **less,
-                "full": base, "percent": 100 * less["more"] / base if less["pairs"] and base else None,
-                "same": common.mean(r["answer"] == other["answer"] for r, other in pairs if other is not None),
-                "tasks": len(tasks), "samples": len(each), "tokens": common.mean(r["tokens"] for r in each),
-                "cut": sum(r["whole"] > r["tokens"] for r in each),
-                "ms_per_token": 1000 * sum(r["answer_seconds"] for r in each) / sum(map(fed, each)),
-                **{s: common.mean(r[s] for r in each) for s in ("cpu_ratio", "kept_share", "retrieved_share")},
+                "setup": setup, "row": row, "task": name, "score": by_task.score.mean().mean(), **less,
+                "full": of_full, "percent": 100 * less["more"] / of_full if less["pairs"] and of_full else None,
+                "same": each.same.mean(), "tasks": len(chosen), "samples": len(each), "tokens": each.tokens.mean(),
+                "cut": (each.whole > each.tokens).sum(),
+                "ms_per_token": 1000 * each.answer_seconds.sum() / each.fed.sum(), **each[SHARES].mean(),
             })  # fmt: skip
-    return lines
-
-
-def fed(record: dict[str, Any]) -> int:
-    """Tokens that an answer's time was for: its own and, where the question is fed token by token, those of it."""
-    return int(record["new_tokens"] + (record["asked"] if record["setup"] == "sparse" else 0))
+    return [{name: None if value is not None and value != value else value for name, value in x.items()} for x in lines]
 
 
 FEEDING = {
@@ -109,10 +101,10 @@ FEEDING = {
 
 
 def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
-    """Write the CSV, and beside it a table (`.md`) and a picture (`.png`) of the same name.
+    """Write the CSV, and beside it a table (`.md`) of the same name.
 
     Args:
-        title: of table and picture.
+        title: of the table.
         records: all answers.
         missing: tasks without a sample, to be told.
     """
@@ -120,7 +112,6 @@ def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]
     setting.write(lines)
     setting.beside(".md").write_text(_markdown(title, lines, missing), encoding="utf-8")
     print(f"wrote {setting.beside('.md')}")
-    _draw(title, lines, setting)
     columns = ("setup", "row", "task", "score", "more", "low", "high", "percent", "same", "pairs", "ms_per_token")
     averages = [line for line in lines if line["task"] in (AVERAGE, WORTH)]
     common.show(f"{title}: scores, and what they are more than those of {REFERENCE}", averages, columns)
@@ -148,38 +139,20 @@ def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -
         "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has fewer than "
         f"{FEWEST} samples).",
     ]
-    for setup in (setup for setup in SETUPS if any(line["setup"] == setup for line in lines)):
-        mine = [line for line in lines if line["setup"] == setup]
-        cells = {(line["task"], line["row"]): spoken(line) for line in mine}
-        most = {line["task"]: line for line in sorted(mine, key=lambda line: line["samples"])}
-        averages = [name for name in (AVERAGE, WORTH) if name in most]
+    for setup in SETUPS:
+        by_task: dict[str, dict[str, dict[str, Any]]] = {}
+        for line in lines:
+            if line["setup"] == setup:
+                by_task.setdefault(line["task"], {})[line["row"]] = line
         table = []
-        for task in [*(t for t in dict.fromkeys(line["task"] for line in mine) if t not in averages), *averages]:
-            of_tasks = f" of {most[task]['tasks']} tasks" if task in averages else ""
-            counted = f"{most[task]['samples']} ({most[task]['cut']}){of_tasks}"
-            found = {row: cells.get((task, row), "–") for row in dict.fromkeys(line["row"] for line in mine)}
-            table.append({"task": task, "samples (cut)": counted, **found})
-        parts += [f"## Question {setup}", FEEDING[setup], common.markdown(table)]
+        for task, by_row in by_task.items():
+            first = next(iter(by_row.values()))
+            of_tasks = f" of {first['tasks']} tasks" if task in (AVERAGE, WORTH) else ""
+            counted = f"{first['samples']} ({first['cut']}){of_tasks}"
+            table.append(" | ".join([task, counted, *map(spoken, by_row.values())]))
+        if table:
+            titles = " | ".join(["task", "samples (cut)", *by_row])
+            parts += [f"## Question {setup}", FEEDING[setup], figures.lines(titles, table, words=2)]
     if missing:
         parts.append(f"No samples of {', '.join(missing)} were at hand: they are in no average.")
     return "\n\n".join(parts) + "\n"
-
-
-def _draw(title: str, lines: list[dict[str, Any]], setting: common.Setting) -> None:
-    """A line a row: the mean difference with its interval, and a dot a task."""
-    different = [line for line in lines if line["row"] != REFERENCE and line["more"] is not None]
-    names = list(dict.fromkeys((line["setup"], line["row"]) for line in different))
-    with plot(setting.beside(".png"), figsize=(8, 1.5 + 0.4 * max(len(names), 1))) as axes:
-        for place, name in enumerate(names):
-            mine = {line["task"]: line for line in different if (line["setup"], line["row"]) == name}
-            mean = mine.pop(AVERAGE)
-            mine.pop(WORTH, None)
-            axes.plot([line["more"] for line in mine.values()], [place] * len(mine), "o", color="0.75")
-            if mean["low"] is not None:
-                axes.plot([mean["low"], mean["high"]], [place, place], color="C0")
-            axes.plot(mean["more"], place, "D", color="C0")
-        axes.axvline(0, color="0.3", linewidth=0.8)
-        axes.set_yticks(range(len(names)), [f"{row}, {setup}" for setup, row in names])
-        axes.invert_yaxis()
-        axes.set_xlabel(f"score more than {REFERENCE}: mean over tasks with its 95 % interval, and single tasks (grey)")
-        axes.set_title(title)

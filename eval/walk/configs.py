@@ -16,37 +16,32 @@ WINDOW = 8
 OMIT = object()
 """In place of a value: the config is not to be given this name."""
 
-COMMON: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "hidden_dim", "emb_dim", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
-    "encoder_layers": LAYERS,
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads",), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_key_value_groups", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "index_head_dim", "query_pre_attn_scalar"), 16),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 96),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 96),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length"), 512),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("sliding_window", "attention_chunk_size", "index_topk"), WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "zero_expert_num"), 1),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "layerdrop", "decoder_layerdrop", "dropout"), 0.0),
-    **dict.fromkeys(("activation_dropout", "attention_dropout", "hidden_dropout", "embedding_dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "relu_dropout"), 0.0),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("index_n_heads", "num_kv_shared_layers", "altup_num_inputs"), 2),
-    **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups", "n_groups", "eos_token_id"), 2),
-    **dict.fromkeys(("linear_num_value_heads", "laurel_rank"), 4),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "kv_lora_rank"), 16),
-    **dict.fromkeys(("moe_layer_start_index", "bos_token_id"), 1),
-    **dict.fromkeys(("is_decoder", "use_cache"), True),
-    "q_lora_rank": 24,
-    "pad_token_id": 0,
-}
+SIZES: tuple[tuple[Any, str], ...] = (
+    (64, "hidden_size n_embd d_model dim hidden_dim emb_dim word_embed_proj_dim"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
+    (4, "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads"),
+    (2, "num_key_value_heads num_key_value_groups num_global_key_value_heads"),
+    (16, "head_dim global_head_dim v_head_dim index_head_dim query_pre_attn_scalar kv_lora_rank"),
+    (8, "qk_rope_head_dim qk_nope_head_dim hidden_size_per_layer_input"),
+    (96, "intermediate_size n_inner ffn_dim ffn_hidden_size intermediate_size_mlp decoder_ffn_dim encoder_ffn_dim"),
+    (512, "max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length"),
+    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    (WINDOW, "sliding_window attention_chunk_size index_topk"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok moe_topk moe_k moe_top_k"),
+    (32, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
+    (1, "n_group topk_group first_k_dense_replace n_shared_experts zero_expert_num moe_layer_start_index"),
+    (2, "index_n_heads num_kv_shared_layers altup_num_inputs linear_num_key_heads mamba_n_groups n_groups"),
+    (4, "linear_num_value_heads laurel_rank"),
+    (16, "linear_key_head_dim linear_value_head_dim"),
+    (24, "q_lora_rank"),
+    (0.0, "resid_pdrop embd_pdrop attn_pdrop layerdrop decoder_layerdrop dropout activation_dropout attention_dropout"),
+    (0.0, "hidden_dropout embedding_dropout hidden_dropout_prob attention_probs_dropout_prob relu_dropout"),
+    (True, "is_decoder use_cache"),
+)
 """Sizes by the names that configs give them; a config takes those that it knows."""
+COMMON = {name: value for value, names in SIZES for name in names.split()}
+COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
 FULL_ROTATION = ROTATION | {"mrope_section": [2, 3, 3]}

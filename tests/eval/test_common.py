@@ -20,7 +20,7 @@ def test_a_row_has_a_policy_and_options(tmp_path: Path) -> None:
         ("hgca:gpu_ratio=0.1,reevaluate=False", "hgca", {"gpu_ratio": 0.1, "reevaluate": False}),
         ("scout-512-int8", "scout", {"budget": 512, "host_dtype": "int8"}),
     ):
-        row = common.row_of(text, stock=common.STOCK)
+        row = common.row_of(text)
         assert (row.name, row.policy, row.options) == (text, policy, options)
     own = {"mine": common.Row("mine", "full"), "both": ["mine", "window-512"]}
     rows = common.rows_of(["full, scout:budget=512,tier=split,both", "quest:budget=512"], "one", known=own)
@@ -63,7 +63,7 @@ def test_options_of_a_script_are_its_parameters(tmp_path: Path) -> None:
     book.write_text("Call me Ishmael.")
     result = CliRunner().invoke(common.command(main), ["--count", "3", "--prose", str(book), "--model", "m"])
     assert result.exit_code == 0, result.output
-    assert seen == [(3, common.TextSetting("m", "float32", 0, common.RESULTS / "test_common.csv", book))]
+    assert seen == [(3, common.TextSetting("m", "float32", 0, common.OUT, book))]
 
 
 def record(sample: str, **more: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     first.add(record("1"))
     first.add(record("2"))
     whole = file.read_bytes()
-    for cut in (1, 30):  # killed while it wrote: of the last line a part is missing
+    for cut in (2, 30):  # killed while it wrote: of the last line a part is missing
         file.write_bytes(whole[:-cut])
         again = Records(file, ["sample"], {"model": "m"})
         assert list(again.found) == [("1",)]
@@ -84,9 +84,10 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
         assert list(Records(file, ["sample"], {"model": "m"}).found.values()) == [record("1"), record("3")]
     with pytest.raises(typer.BadParameter, match=r"other settings.*\"m\".*remove it"):
         Records(file, ["sample"], {"model": "n"})
-    parts = [Records(tmp_path / "parts.jsonl", ["sample"], {}, process) for process in range(3)]
-    for number, part in enumerate(parts):
-        part.add(record(str(number)))
-    parts[0].join()  # of several processes
-    assert [*Records(tmp_path / "parts.jsonl", ["sample"], {}).found] == [("0",), ("1",), ("2",)]
-    assert {*tmp_path.iterdir()} == {file, tmp_path / "parts.jsonl"}
+    processes = [Records(tmp_path / "shared.jsonl", ["sample"], {}) for _ in range(3)]
+    for number, process in enumerate(processes):
+        process.add(record(str(number)))
+    processes[0].read()
+    assert [*processes[0].found] == [("0",), ("1",), ("2",)]
+    processes[0].remove()
+    assert {*tmp_path.iterdir()} == {file}

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import common
 import hf_offload
-from hf_offload import Scout
 from hf_offload.tools import assets
 
 Rows = list[dict[str, str]]
@@ -33,7 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "demo_text", lambda kind: code)
     tokenizer = letters()
     tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}>"
-    monkeypatch.setattr(common, "load", lambda *_: (tiny_model("llama"), tokenizer))
+    monkeypatch.setattr(common.Setting, "load", lambda *_: (tiny_model("llama"), tokenizer))
     monkeypatch.setattr(common, "window", lambda text, tokenizer, start, tokens: prompt(1, tokens, start)[0])
 
 
@@ -78,7 +77,7 @@ RUNS = {
         lambda rows: len(rows) == 5 and min(column(rows, "frames")) > 0),
     "launches": Run("launches", "--row window:budget=96 --context 200",
         lambda rows: {"paged_attention_kernel", "write_token_kernel"} <= {row["kernel"] for row in rows}),
-    "perplexity": Run("perplexity", "--rows full,hgca-0.4-1 --ratios 0.4 --tokens 80 --batch 2 --texts code",
+    "perplexity": Run("perplexity", "--rows full,hgca-0.4-1 --tokens 80 --batch 2 --texts code",
         lambda rows: float(rows[1]["perplexity"]) == pytest.approx(float(rows[1]["perplexity_full"]), rel=1e-2)
         and rows[2]["kept_share"] != ""),
     "prefill": Run(
@@ -126,11 +125,6 @@ def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     rows = run(script, tmp_path / "out.csv", *options.split())
     assert {"commit", "torch", "command"} <= rows[0].keys()
     assert check(rows), rows
-
-
-def test_the_papers_form_is_that_of_scout() -> None:
-    knobs = importlib.import_module("quality").KNOWN["paper-off"].options
-    assert Scout(**knobs) == Scout.paper(budget=1024, lookahead="off")
 
 
 def test_dtypes_of_a_file_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +205,11 @@ def test_tasks_of_ruler_fit_and_score(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is loaded; `--help` names the option."""
-    monkeypatch.setattr(common, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(common.Setting, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     for script, options in {
         "attention_stats": "--layers", "bench_cpu": "--sections", "context_attention": "--kind",
         "decode": "--rows --dtype", "families": "--types", "frames": "--context", "launches": "--row",
-        "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--betas", "quality": "--ask --kinds",
+        "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--texts", "quality": "--ask --kinds",
         "serve": "--chats", "soak": "--rows",
     }.items():  # fmt: skip
         app = common.command(importlib.import_module(script).main)
@@ -227,7 +221,7 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_long_prompt_loses_its_middle_and_keeps_its_frame() -> None:
     prompts, samples = importlib.import_module("tasks.prompts"), importlib.import_module("tasks.samples")
-    model, tokenizer = common.load()
+    model, tokenizer = common.Setting().load()
     text = "".join(map(str, range(100)))
     sample = samples.Sample("qa", "1", f"{text}\nWhy?", "\nWhy?", 8, float, start="!")
     made = prompts.Prompter(model, tokenizer, 33, True)(sample)
