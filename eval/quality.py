@@ -46,6 +46,7 @@ import random
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -187,6 +188,32 @@ class Ask:
         common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
 
 
+COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
+
+
+def draw(source: Path) -> None:
+    """Draw a CSV beside it: KL against what a head reads, and against the time of a step.
+
+    A plot for each context; a curve for each method, and one for each form of the host's blocks.
+    """
+    frame = pd.read_csv(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
+    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
+    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
+    frame["method"] = frame.method.str.replace("host_dtype=", "")
+    contexts, methods = frame.context.unique(), list(frame.method.unique())
+    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
+        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
+            for one, context in zip(row_of_axes, contexts, strict=True):
+                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
+                one.yaxis.set_major_formatter("{x:g}")
+                shown = frame[frame.context == context].dropna(subset=[cost])
+                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
+                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
+                    one.plot(mine[cost], mine.kl, "o-", color=color)
+                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
+                one.margins(x=0.15, y=0.1)
+
+
 class Text(Ask):
     """KL on running text, and what a step costs."""
 
@@ -233,6 +260,10 @@ class Text(Ask):
         asked = row if self.tier is None else replace(row, options={"tier": self.tier, **row.options})
         found = [self._finds(asked, *one) for one in hidden]
         return line | {"found": sum(found) / len(found) if found else None}
+
+    def report(self, lines: list[dict[str, Any]]) -> None:
+        super().report(lines)
+        draw(self.setting.out)
 
     def _found_by_full(self, kind: str, tokens: int) -> list[Any]:
         """The hidden numbers that full attention finds, with what their prompts are for all rows."""
