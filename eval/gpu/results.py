@@ -18,7 +18,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:
-        self.folder, self.meta, self.log = folder, dict(meta), folder / "failed.txt"
+        self.folder, self.meta, self.log = folder.resolve(), dict(meta), folder.resolve() / "failed.txt"
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, parts: Collection[str], lasting: Collection[str]) -> None:
