@@ -324,7 +324,7 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int 
     return logits[:, -1]
 
 
-def decode(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+def decode(model: PreTrainedModel, cache: Cache | None, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
     """Feed tokens `[B, N]` one by one: milliseconds of each step, and logits `[N, B, V]`."""
     milliseconds, logits = [], []
     for token in ids.split(1, 1):

@@ -61,23 +61,6 @@ AS_PROMPT = {"append": "mean", "append_run": 0}
 BARE = common.Row("bare", "bare")
 
 
-class BareCache(DynamicCache):
-    """A cache that keeps nothing and says that it holds `length` tokens."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return key_states, value_states
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
 
@@ -87,6 +70,7 @@ def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
     AttentionInterface.register(BARE.name, attend)
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     twin.set_attn_implementation(BARE.name)
+    twin.config.use_cache = False
     return twin
 
 
@@ -209,7 +193,7 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
             times[row.name][name] += values
         if twin is not None:
             token = context.ids[:, at : at + WARM_UP + steps].expand(len(context.lengths), -1)
-            bare += common.decode(twin, BareCache(max(context.lengths)), token)[0][WARM_UP:]
+            bare += common.decode(twin, None, token)[0][WARM_UP:]
     lines = []
     for row in every:
         cache = caches[row.name]
