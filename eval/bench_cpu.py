@@ -88,6 +88,7 @@ Sets = Iterator[list[Case]]
 """Sets of cases that take turns; a plain read comes first."""
 
 
+@torch.inference_mode()
 def take_turns(cases: Sequence[Case], rounds: int, section: str) -> list[dict[str, Any]]:
     """Time the cases in turns; one record a case, microseconds, and its share of the speed of the plain read."""
 
@@ -206,10 +207,8 @@ class Memory:
     def _host_blocks(self, table: np.ndarray) -> HostBlocks:
         """All tokens of the blocks of a table `[B, N]`."""
         packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
-        holes, valid = (
-            np.zeros(table.shape, np.uint8),
-            np.ones((len(table), table.shape[1] * self.block_size), np.uint8),
-        )
+        holes = np.zeros(table.shape, np.uint8)
+        valid = np.ones((len(table), table.shape[1] * self.block_size), np.uint8)
         return HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size, packed)
 
     def _query(self, group: int, batch: int) -> np.ndarray:
@@ -299,9 +298,8 @@ def pair_cases(name: str, threads: int) -> Sets:
     """The draw of pairs and attention to them, beside as many and twice as many tokens in blocks."""
     rng, isa = np.random.default_rng(0), os.environ.get("HF_OFFLOAD_ISA", "own")
     for kv_heads, group, dim in ((3, 3, 64), (8, 4, 128)):
-        memories = [
-            Memory(kv_heads, dim, 32, DTYPES[name], packed=packed) for packed in (False, True)[: 1 + (name == "bf16")]
-        ]
+        kinds = (False, True) if name == "bf16" else (False,)
+        memories = [Memory(kv_heads, dim, 32, DTYPES[name], packed=packed) for packed in kinds]
         cases = [limit_case()]
         for memory in memories:
             facts = {"dtype": "int8" if memory.packed else name, "dim": dim, "group": group, "isa": isa}
@@ -360,10 +358,10 @@ def scoring_cases(name: str, threads: int) -> Sets:
 def linear_cases(name: str, threads: int) -> Sets:
     """Ours against torch's `linear`, by model and rows."""
     for model in WIDTHS:
-        yield from linear_cases_of(model, name, threads)
+        yield from products_of(model, name, threads)
 
 
-def linear_cases_of(model: str, name: str, threads: int) -> Sets:
+def products_of(model: str, name: str, threads: int) -> Sets:
     """The products of so many layers of a model and its head, one by one."""
     hidden, mlp, kv, layers, vocabulary = WIDTHS[model]
     attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
@@ -374,25 +372,15 @@ def linear_cases_of(model: str, name: str, threads: int) -> Sets:
     facts = {"dtype": name, "model": model}
 
     def theirs(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
-        @torch.inference_mode()
-        def call() -> None:
-            for weight in weights:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-        return call
+        return lambda: [torch.nn.functional.linear(inputs[weight.shape[1]], weight) for weight in weights]
 
     def ours(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
-        outs = [torch.empty(len(inputs[w.shape[1]]), len(w), dtype=w.dtype) for w in weights]
-        each = [
-            LaunchSequence((linear(inputs[weight.shape[1]], weight, None, out, threads),))
-            for weight, out in zip(weights, outs, strict=True)
-        ]
-
-        def call() -> None:
-            for sequence in each:
-                sequence.run()
-
-        return call
+        each = []
+        for weight in weights:
+            rows = inputs[weight.shape[1]]
+            out = torch.empty(len(rows), len(weight), dtype=weight.dtype)
+            each.append(LaunchSequence((linear(rows, weight, None, out, threads),)))
+        return lambda: [sequence.run() for sequence in each]
 
     for count in (1, 2, 4, 8):
         inputs = {width: torch.randn(count, width).to(DTYPES[name]) for width in (hidden, mlp)}
