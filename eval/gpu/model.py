@@ -52,10 +52,19 @@ Tables = Callable[[str], Iterable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Speeds of an H100 with 16 cores; GB/s and microseconds. Sources: `results/h100`, file and rows.
+class Setup:
+    """A state of the package on a machine, by default an H100 with 16 cores; GB/s and microseconds.
+
+    Sources of the machine's speeds: `results/h100`, file and rows.
 
     Args:
+        code: name of the state, as it is shown.
+        merge, merge_row: a merge with a host partial, and what a row more adds.
+        slowed: how many times as long small kernels take beside a fetch.
+        host: milliseconds between two replays in which the device waits for the host.
+        scorings: of all layers in a step of scout: a layer with a predicted query scored with the real one, too.
+        launches_of_full, launches_of_scout: small kernels of the package; those of `full` are of its hand-overs, where
+            it hands over, waits and merges though all blocks are resident.
         device: GB/s of a copy within the device, read and write counted (kernels: "speed: device").
         products: GB/s at which products read weights (step_kernels, `nvjet` and `splitK`: 6.1 ms); `products_row`:
             what a row more takes, ms a step.
@@ -70,6 +79,14 @@ class Machine:
             that size 1.1 by the profiler's own clock.
     """
 
+    code: str
+    merge: float
+    merge_row: float
+    slowed: float
+    host: float
+    scorings: int
+    launches_of_full: int
+    launches_of_scout: int
     device: float = 3030.0
     products: float = 2440.0
     products_row: float = 0.02
@@ -84,38 +101,14 @@ class Machine:
     gap: float = 0.2
 
 
-@dataclass(frozen=True)
-class Code:
-    """What differs between two states of the package.
-
-    Args:
-        name: as it is shown.
-        merge, merge_row: microseconds of a merge with a host partial, and what a row more adds.
-        slowed: how many times as long small kernels take beside a fetch.
-        host: milliseconds between two replays in which the device waits for the host.
-        scorings: of all layers in a step of scout: a layer with a predicted query scored with the real one, too.
-        launches_of_full, launches_of_scout: small kernels of the package; those of `full` are of its hand-overs, where
-            it hands over, waits and merges though all blocks are resident.
-    """
-
-    name: str
-    merge: float
-    merge_row: float
-    slowed: float
-    host: float
-    scorings: int
-    launches_of_full: int
-    launches_of_scout: int
-
-
-BEFORE = Code(
+BEFORE = Setup(
     "before",
     merge=69.0, merge_row=4.3,  # step_kernels: `merge_kernel`, 69 to 77, 104.5 and 136.7 µs
     slowed=20.0,  # step_kernels: one integer sum takes 1.9 µs without a recall, 30 and 57 beside one
     host=2.7,  # `between` of full and scout, one row at 32k, less the gaps
     scorings=LAYERS + AHEAD, launches_of_full=612, launches_of_scout=1780,  # step_kernels
 )  # fmt: skip
-AFTER = Code(
+AFTER = Setup(
     "after",
     # All estimates: a round trip of the bus and 33 KB a row at 50 GB/s; 24 of 132 processors busy with copies; the
     # launch and what comes before it.
@@ -166,86 +159,86 @@ AHEAD_OF_A_RUN = (
 """What the check measures, and 40 rows at 64k, for which few machines have the memory."""
 
 
-def pieces(work: Work, code: Code, machine: Machine) -> dict[str, float]:
+def pieces(work: Work, setup: Setup) -> dict[str, float]:
     """Milliseconds of a step by piece."""
-    each = machine.small + machine.small_row * work.batch
+    each = setup.small + setup.small_row * work.batch
     script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
-    found = {"products": WEIGHTS / machine.products / 1e6 + machine.products_row * work.batch}
+    found = {"products": WEIGHTS / setup.products / 1e6 + setup.products_row * work.batch}
     small, others = 0, OTHERS_OF_FULL  # launches beside the model's
     if work.row == FULL:
-        small, layer = code.launches_of_full, _full(work, code, machine)
+        small, layer = setup.launches_of_full, _full(work, setup)
     elif work.row == CHOSEN_ROW:
         small, others = LAYERS * LAUNCHES_OF_A_CHOICE, OTHERS_OF_FULL + LAYERS * OTHERS_OF_A_CHOICE
-        layer = _scoring(work, machine) | {
-            "attend": _attention(work.lines * CHOSEN * RECORD, machine), "merge": SHARES, "write": WRITE,
+        layer = _scoring(work, setup) | {
+            "attend": _attention(work.lines * CHOSEN * RECORD, setup), "merge": SHARES, "write": WRITE,
         }  # fmt: skip
     else:
-        small, others = code.launches_of_scout + script, OTHERS_OF_SCOUT + AHEAD_LAUNCHES
-        found["query ahead"] = QUERY_WEIGHTS / machine.products / 1e6 + AHEAD_LAUNCHES * each / 1000
-        layer = _scout(work, code, machine)
+        small, others = setup.launches_of_scout + script, OTHERS_OF_SCOUT + AHEAD_LAUNCHES
+        found["query ahead"] = QUERY_WEIGHTS / setup.products / 1e6 + AHEAD_LAUNCHES * each / 1000
+        layer = _scout(work, setup)
     found |= {"small": MODEL_LAUNCHES * each / 1000, "package": small * each / 1000}
     found |= {name: LAYERS * spent / 1000 for name, spent in layer.items()}
     if work.row not in (FULL, CHOSEN_ROW):
-        recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
-        found["recall"] = (1 - 1 / code.slowed) * recall
-        found["wait"] = _wait(work, machine, (sum(found.values()) - found["products"] - found["small"]) / LAYERS)
-    found["between"] = code.host + (MODEL_LAUNCHES + small + others) * machine.gap / 1000
+        recall = work.recalled / setup.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
+        found["recall"] = (1 - 1 / setup.slowed) * recall
+        found["wait"] = _wait(work, setup, (sum(found.values()) - found["products"] - found["small"]) / LAYERS)
+    found["between"] = setup.host + (MODEL_LAUNCHES + small + others) * setup.gap / 1000
     return found
 
 
-def _full(work: Work, code: Code, machine: Machine) -> dict[str, float]:
+def _full(work: Work, setup: Setup) -> dict[str, float]:
     """Microseconds of a layer whose blocks are all resident."""
-    attended = _attention(work.lines * (work.context // BLOCK) * RECORD, machine)
-    if not code.launches_of_full:
+    attended = _attention(work.lines * (work.context // BLOCK) * RECORD, setup)
+    if not setup.launches_of_full:
         return {"attend": attended, "merge": SHARES, "write": WRITE}
     answer = 62.0  # microseconds until 15 threads have answered a list of nothing: attention and wait of the row at 32k
     return {
-        "attend": attended, "merge": code.merge + code.merge_row * work.batch, "wait": max(answer - attended, 4.0),
+        "attend": attended, "merge": setup.merge + setup.merge_row * work.batch, "wait": max(answer - attended, 4.0),
         "write": WRITE, "hand over": 4.0 + 2.3,  # and the split of the list
     }  # fmt: skip
 
 
-def _scoring(work: Work, machine: Machine) -> dict[str, float]:
+def _scoring(work: Work, setup: Setup) -> dict[str, float]:
     """Microseconds of one scoring and its selection."""
     digests = work.lines * (work.context // BLOCK) * DIGEST
     return {
-        "score": machine.score_fixed + digests / machine.score / 1000,
+        "score": setup.score_fixed + digests / setup.score / 1000,
         "select": 11.5 + 0.3 * work.batch + 6.0 * (work.context / (32 * K) - 1),  # join and split of the list, too
         "tail": 3.7,  # attention to the open block
     }  # the last two: step_kernels
 
 
-def _scout(work: Work, code: Code, machine: Machine) -> dict[str, float]:
+def _scout(work: Work, setup: Setup) -> dict[str, float]:
     """Microseconds of a layer that splits its choice between device and CPU."""
-    scoring = {name: code.scorings / LAYERS * spent for name, spent in _scoring(work, machine).items()}
+    scoring = {name: setup.scorings / LAYERS * spent for name, spent in _scoring(work, setup).items()}
     return scoring | {
-        "attend": _attention((1 - work.miss) * work.lines * CHOSEN * RECORD, machine),
-        "merge": code.merge + code.merge_row * work.batch,
+        "attend": _attention((1 - work.miss) * work.lines * CHOSEN * RECORD, setup),
+        "merge": setup.merge + setup.merge_row * work.batch,
         "write": WRITE,
         "hand over": 3.9 + 0.3 * work.batch,
         "exchange": 2.9 + 6.7 * work.recalls,  # step_kernels: each eighth step, and in each
     }
 
 
-def _wait(work: Work, machine: Machine, layer: float) -> float:
+def _wait(work: Work, setup: Setup, layer: float) -> float:
     """Milliseconds that a step waits for the CPU: all of its work in three layers, in the others what is longer than
     the device's work of a layer (milliseconds).
     """
-    cpu = (machine.cpu_fixed + work.miss * work.lines * CHOSEN * RECORD / machine.cpu / 1000) / 1000
+    cpu = (setup.cpu_fixed + work.miss * work.lines * CHOSEN * RECORD / setup.cpu / 1000) / 1000
     return (LAYERS - AHEAD) * cpu + AHEAD * max(cpu - layer, 0.004)
 
 
-def _attention(nbytes: float, machine: Machine) -> float:
+def _attention(nbytes: float, setup: Setup) -> float:
     """Microseconds of attention to resident blocks of so many bytes."""
-    return machine.attend_fixed + nbytes / machine.device / 1000
+    return setup.attend_fixed + nbytes / setup.device / 1000
 
 
-def predict(work: Work, code: Code, machine: Machine, measured: float | None = None) -> dict[str, Any]:
+def predict(work: Work, setup: Setup, measured: float | None = None) -> dict[str, Any]:
     """One row of the table: milliseconds, and their pieces."""
-    parts = pieces(work, code, machine)
+    parts = pieces(work, setup)
     total = sum(parts.values())
     return {
-        "code": code.name, "context": work.context, "batch": work.batch, "row": work.row, "replay": work.replay,
+        "code": setup.code, "context": work.context, "batch": work.batch, "row": work.row, "replay": work.replay,
         "measured": measured, "predicted": total, "ratio": measured and total / measured,
         "tokens_per_s": 1000 * work.batch / total, **dict(sorted(parts.items())),
     }  # fmt: skip
@@ -261,14 +254,14 @@ def rows_of(tables: Tables) -> Iterator[tuple[Work, float]]:
             yield Work(*facts, row.get("cpu_ratio") or 0.0, recalled), row["p50"]
 
 
-def measured(tables: Tables, code: Code, machine: Machine) -> tuple[Code, Machine]:
-    """Code and machine with what a check has measured of them; what it did not get to stays."""
+def measured(tables: Tables, setup: Setup) -> Setup:
+    """A setup with what a check has measured of it; what it did not get to stays."""
     kernels = list(tables("kernels"))
     speeds = {
         "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
         "fetch": [row["link_bytes"] / row["p50"] / 1000 for row in kernels if row["operation"] == "fetch_all"],
     }
-    machine = replace(machine, **{name: max(found) for name, found in speeds.items() if found})
+    found = {name: max(each) for name, each in speeds.items() if each}
 
     def line(operation: str, column: str) -> tuple[float, float] | None:
         """Slope and start of the line through times by a column; None where one point or none is there."""
@@ -279,24 +272,24 @@ def measured(tables: Tables, code: Code, machine: Machine) -> tuple[Code, Machin
         return float(slope), float(start)
 
     if scored := line("score_submeans", "device_bytes"):
-        machine = replace(machine, score=1 / scored[0] / 1000, score_fixed=max(scored[1], 0.0))
+        found |= {"score": 1 / scored[0] / 1000, "score_fixed": max(scored[1], 0.0)}
     if merged := line("merge_with_host", "batch"):
-        code = replace(code, merge=merged[1], merge_row=merged[0])
-    return code, machine
+        found |= {"merge": merged[1], "merge_row": merged[0]}
+    return replace(setup, **found)
 
 
 def check(tables: Tables) -> list[dict[str, Any]]:
     """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
-    code, machine = measured(tables, AFTER, Machine())
-    rows = [predict(work, code, machine, time) for work, time in rows_of(tables)]
+    setup = measured(tables, AFTER)
+    rows = [predict(work, setup, time) for work, time in rows_of(tables)]
     told = {(row["context"], row["batch"], row["row"], row["replay"]) for row in rows}
     others = [work for work in AHEAD_OF_A_RUN if (work.context, work.batch, work.row, work.replay) not in told]
-    return rows + [predict(work, code, machine) for work in others]
+    return rows + [predict(work, setup) for work in others]
 
 
 CARDS = {
-    "80 GB": (Machine(), 62e9, 77.0),
-    "24 GB": (Machine(device=1000.0, products=800.0, score=400.0, fetch=22.0), 6e9, 35.0),
+    "80 GB": (AFTER, 62e9, 77.0),
+    "24 GB": (replace(AFTER, device=1000.0, products=800.0, score=400.0, fetch=22.0), 6e9, 35.0),
 }
 """By card, its speeds, the bytes that weights of 16 GB leave free, and a step of `DynamicCache`, ms, where it fits. An
 H100, whose Python takes the time of that, and an estimate of a card with 1 TB/s behind PCIe 4."""
@@ -306,7 +299,7 @@ SHAPES = (32 * K, 1), (32 * K, 8), (64 * K, 8), (64 * K, 40)
 def defaults() -> list[dict[str, Any]]:
     """What a cache takes by default on some cards, beside what it could have taken; milliseconds a step."""
     rows = []
-    for card, (machine, free, stock) in CARDS.items():
+    for card, (setup, free, stock) in CARDS.items():
         for context, batch in SHAPES:
             blocks, lines = blocks_soon(context, BLOCK), LAYERS * batch * KV_HEADS
             digests, whole = blocks * lines * DIGEST, blocks * lines * RECORD
@@ -318,7 +311,7 @@ def defaults() -> list[dict[str, Any]]:
                 ways["split"] = scripted(context, batch, FEW)
             if fits:
                 ways |= {"full": Work(context, batch, FULL), "chosen": Work(context, batch, CHOSEN_ROW)}
-            times = {name: sum(pieces(work, AFTER, machine).values()) for name, work in ways.items()}
+            times = {name: sum(pieces(work, setup).values()) for name, work in ways.items()}
             default = "full" if dense else "chosen" if fits else "split" if ways else "none fits"
             spent, best = times.get(default), min(times.values(), default=None)
             rows.append({
@@ -336,8 +329,8 @@ def main(
 ) -> None:
     """Predict decode steps on a GPU from measured pieces."""
     h100 = rows_of(partial(read_table, RESULTS / "h100"))
-    rows = [predict(work, BEFORE, Machine(), time) for work, time in h100]
-    rows += [predict(work, BEFORE, Machine()) for work in AHEAD_OF_A_RUN if work.row != FULL]
+    rows = [predict(work, BEFORE, time) for work, time in h100]
+    rows += [predict(work, BEFORE) for work in AHEAD_OF_A_RUN if work.row != FULL]
     rows += check((lambda name: []) if folder is None else partial(read_table, folder))
     show("milliseconds a step", rows, SHOWN)
     write_csv(out, rows)
