@@ -36,16 +36,14 @@ class Script:
 
 def parse(text: str) -> dict[str, float]:
     """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out."""
-    numbers = {"recall": 8.0}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in ("miss", "drift", "recall"):
-            raise ValueError(f"replay={text!r}: {name!r} is not one of miss, drift, recall")
-        numbers[name] = float(value)
-    if not ("miss" in numbers and "drift" in numbers and 0 <= numbers["miss"] < 0.5 and 0 <= numbers["drift"] < 1):
-        raise ValueError(f"replay={text!r} must give miss (below 0.5) and drift (below 1)")
-    if numbers["recall"] < 0 or numbers["recall"] % 1:
-        raise ValueError(f"replay={text!r}: recall must be a whole number of steps, 0 for never")
+    parts = (part.strip().partition("=") for part in text.split(","))
+    numbers = {"recall": 8.0} | {name: float(value) for name, _, value in parts}
+    right = numbers.keys() == {"miss", "drift", "recall"} and 0 <= numbers["miss"] < 0.5 and 0 <= numbers["drift"] < 1
+    if not right or numbers["recall"] < 0 or numbers["recall"] % 1:
+        raise ValueError(
+            f"replay={text!r} must give miss (below 0.5), drift (below 1) and perhaps recall, a whole number of steps, "
+            "0 for never"
+        )
     return numbers
 
 
@@ -134,28 +132,23 @@ class Replay(Scout):
 
     name = "replay"
     smoothing: float = 0.0
-    script: Script | None = field(default=None, compare=False, repr=False)
+    script: Script = field(kw_only=True, compare=False, repr=False)
 
     def new_state(self, layer: Any) -> ReplayState:
         at = torch.zeros(1, dtype=torch.int64, device=layer.device)
         return ReplayState(super().new_state(layer).clock, at=at)
 
     def before_layer(self, step: Any) -> None:
-        super().before_layer(Scripted(step, self._script))
+        super().before_layer(Scripted(step, self.script))
 
     def plan(self, step: Any) -> Plan:
-        plan = super().plan(Scripted(step, self._script))
-        step.state.at.add_(1).clamp_(max=len(self._script.chosen) - 1)
+        plan = super().plan(Scripted(step, self.script))
+        step.state.at.add_(1).clamp_(max=len(self.script.chosen) - 1)
         return plan
 
     def place(self, step: Any, slots: int) -> Selection:
-        blocks = self._script.resident
+        blocks = self.script.resident
         if slots < blocks.shape[2]:  # one slot is kept for the block that comes
             blocks = torch.cat([blocks[:, :, :1], blocks[:, :, 1 - slots :]], 2)
         step.learn(wanted(step.score(self.join), blocks), 0.0)
         return whole(blocks, step.block_size)
-
-    @property
-    def _script(self) -> Script:
-        assert self.script is not None
-        return self.script
