@@ -26,24 +26,15 @@ import torch
 import typer
 
 import common
+from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.memory import host_empty
+from hf_offload.cpu.kernels import draw_pairs as drawing
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
-from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
-from hf_offload.cpu.kernels.draw_pairs import (
-    MASSES,
-    Always,
-    PairLists,
-    Thresholds,
-    draw_pairs,
-    kept_masses,
-    most_pairs,
-)
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.record import HostBlocks
-from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
 
 POOL_BYTES = 1 << 29  # far beyond the caches
@@ -185,22 +176,23 @@ class Memory:
         """One decode over so many tokens a KV head in scattered pairs, half of them drawn, of a context chosen anew."""
         query, span = self._query(group, 1), context // self.block_size
         start = int(self.rng.integers(self.blocks - span)) * self.block_size // 2
-        lists = PairLists.of(1, self.kv_heads, tokens // 2)
+        lists = drawing.PairLists.of(1, self.kv_heads, tokens // 2)
         for h in range(self.kv_heads):
             lists.pairs[0, h] = np.sort(self.rng.choice(context // 2, tokens // 2, replace=False)) + start
         lists.weights[:] = self.rng.integers(0, 2, lists.weights.shape)
         lists.counts[:] = tokens // 2
         return self._attention(query, lists.pairs, lists.counts, Pairs.of(lists.weights, query.shape[1]))
 
-    def draw(self, group: int, digest: Digest, context: int, samples: int) -> Launch:
+    def draw(self, group: int, store: DigestStore, context: int, samples: int) -> Launch:
         """One draw from the digests of a context."""
         blocks, size = context // self.block_size, self.block_size // 2
-        query, room = self._query(group, 1), min(most_pairs(samples, group, blocks * size) + 64, blocks * size)
-        masses = np.empty((1, group * self.kv_heads, kept_masses(blocks, size)), MASSES)
+        query, room = self._query(group, 1), min(drawing.most_pairs(samples, group, blocks * size) + 64, blocks * size)
+        masses = np.empty((1, group * self.kv_heads, drawing.kept_masses(blocks, size)), drawing.MASSES)
         low, table = np.zeros(1, np.int32), self.table[:, :blocks].copy()
-        return draw_pairs(
-            query, digest, table, Always(low, low + 16, 16), Thresholds.of(0, low, blocks * size), masses,
-            PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
+        digest, thresholds = store.arrays(query, self.dim**-0.5), drawing.Thresholds.of(0, low, blocks * size)
+        return drawing.draw_pairs(
+            query, digest, table, drawing.Always(low, low + 16, 16), thresholds, masses,
+            drawing.PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
             scale=self.dim**-0.5, softcap=None, unsealed=self._host_blocks(table),
         )  # fmt: skip
 
@@ -281,22 +273,27 @@ def torch_cases(name: str, threads: int) -> Sets:
     ]
 
 
-def pairs_of(rows: int, kv_heads: int, dim: int, rng: np.random.Generator) -> Digest:
-    """Sub-means of 16 pairs for each of so many blocks, of which none is an outlier."""
-    pairs = 16
-    codes = host_empty((rows, kv_heads, pairs * dim // 2), torch.uint8).numpy()
-    codes[:] = rng.integers(0, 256, codes.shape, dtype=np.uint8)
-    levels = host_empty((rows, kv_heads, dim // 16, pairs), torch.int32).numpy()
-    levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
-    sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
-    sizes[:] = 0x3D803D80
-    center, sigma = (rng.random((1, kv_heads, dim), dtype=np.float32) for _ in range(2))
-    return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
+def random_digests(
+    kind: str, blocks: int, kv_heads: int, dim: int, *, block_size: int = 32, batch: int = 1, device: str = "cpu"
+) -> DigestStore:
+    """Digests of so many blocks, of random bits, none of which is an outlier."""
+    store = DIGESTS[kind](kv_heads, dim, block_size, torch.device(device))
+    store.reserve(blocks)
+    for name, tensor in store.blocks.tensors.items():
+        if name == "sizes":
+            tensor.fill_(0x3D803D80)
+        elif tensor.dtype is torch.float32:
+            tensor.fill_(2**-7)
+        else:
+            tensor.view(torch.uint8).random_(256)
+    for name, shape in store.statistics.items():
+        setattr(store, name, torch.rand(batch, *shape, device=device))
+    return store
 
 
 def pair_cases(name: str, threads: int) -> Sets:
     """The draw of pairs and attention to them, beside as many and twice as many tokens in blocks."""
-    rng, isa = np.random.default_rng(0), os.environ.get("HF_OFFLOAD_ISA", "own")
+    isa = os.environ.get("HF_OFFLOAD_ISA", "own")
     for kv_heads, group, dim in ((3, 3, 64), (8, 4, 128)):
         kinds = (False, True) if name == "bf16" else (False,)
         memories = [Memory(kv_heads, dim, 32, DTYPES[name], packed=packed) for packed in kinds]
@@ -310,9 +307,9 @@ def pair_cases(name: str, threads: int) -> Sets:
                 nbytes, more = memory.bytes_of(1, tokens), facts | {"budget": tokens}
                 cases += [Case(kind, make, nbytes, more) for kind, make in ways.items()]
         for context in (each for each in (8192, 32768) if each <= 32 * memories[0].blocks):
-            digest = pairs_of(context // 32, kv_heads, dim, rng)
+            store = random_digests("submean", context // 32, kv_heads, dim)
             for samples in (128, 512):
-                draw = partial(memories[0].draw, group, digest, context, samples)
+                draw = partial(memories[0].draw, group, store, context, samples)
                 more = {"dim": dim, "group": group, "isa": isa, "context": context, "samples": samples}
                 cases.append(Case("draw_pairs", draw, 0, more | {"kernel_threads": 1}))
         yield cases
@@ -321,26 +318,19 @@ def pair_cases(name: str, threads: int) -> Sets:
 def scoring_cases(name: str, threads: int) -> Sets:
     """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens; of no dtype."""
     rng = np.random.default_rng(0)
-    kv_heads, group, dim, pairs, count = 8, 4, 128, 16, 64
-    row_bytes = {"submean": pairs * (dim // 2 + 4 * (dim // 16 + 1)), "quest": 4 * dim}
-
-    def bounds_of(rows: int) -> Digest:
-        vectors = host_empty((rows, kv_heads, 2 * dim), torch.int16).numpy().view(np.uint16)
-        vectors[:] = 0x3C00  # 2^-7 as bfloat16
-        halves = rng.standard_normal((1, kv_heads * group, 2 * dim), dtype=np.float32)
-        return Vectors(halves, vectors, np.zeros(rows, np.float32))
+    kv_heads, group, dim, count = 8, 4, 128, 64
 
     def case(kind: str, blocks: int) -> Case:
-        nbytes = blocks * kv_heads * row_bytes[kind]
+        nbytes = blocks * DIGESTS[kind](kv_heads, dim, 32, torch.device("cpu")).block_bytes
         copies = max(2, POOL_BYTES // 4 // nbytes)
-        rows = copies * blocks
-        digest = pairs_of(rows, kv_heads, dim, rng) if kind == "submean" else bounds_of(rows)
+        store = random_digests(kind, copies * blocks, kv_heads, dim)
         query = rng.standard_normal((1, kv_heads * group, dim), dtype=np.float32)
         masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
         score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
         low = np.zeros(1, np.int32)
         chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
-        tables = itertools.cycle(np.arange(rows, dtype=np.int32).reshape(copies, 1, blocks))
+        digest = store.arrays(query, dim**-0.5)
+        tables = itertools.cycle(np.arange(copies * blocks, dtype=np.int32).reshape(copies, 1, blocks))
 
         def prepare() -> Launch:
             table = next(tables)
@@ -352,7 +342,7 @@ def scoring_cases(name: str, threads: int) -> Sets:
         facts = {"digest": kind, "dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}
         return Case("choose_blocks", prepare, nbytes, facts)
 
-    yield [limit_case(), *(case(kind, blocks) for kind in row_bytes for blocks in (256, 1024, 4096))]
+    yield [limit_case(), *(case(kind, blocks) for kind in ("submean", "quest") for blocks in (256, 1024, 4096))]
 
 
 def linear_cases(name: str, threads: int) -> Sets:

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
+from bench_cpu import random_digests
 from common import clock, percentiles, synchronize
 from gpu import models
 from gpu.options import Options
 from gpu.supervise import Cases
 from hf_offload.blocks.memory import host_empty
-from hf_offload.gpu import block_topk, digest_scores, kv_copy
+from hf_offload.gpu import block_topk, kv_copy
 from hf_offload.gpu import paged_attention as attention
 from hf_offload.gpu.merge import HostResult, merge
 from hf_offload.graph.graph_capture import Recorder, undisturbed
+from hf_offload.scores import Scores
 
 Call = Callable[[], Any]
 SECONDS = 40
@@ -220,17 +222,14 @@ def merge_with_host(x: Inputs) -> Operation:
 
 
 def score_submeans(x: Inputs) -> Operation:
-    size, some = x.size, {"dtype": torch.int32, "device": x.options.device}
-    physical, pairs = size.batch * size.context, size.block // 2
-    codes = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, pairs * size.dim // 8), **some)
-    levels = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, size.dim // 16, pairs), **some)
-    sizes = torch.full((physical, size.kv_heads, pairs), 0x3D803D80, **some)
-    bias = torch.full((physical, pairs), 0.7, device=x.options.device)
-    center, sigma = (x.floats(size.batch, size.kv_heads, size.dim) for _ in range(2))
-    table = x.ints(torch.arange(physical)).view(size.batch, -1)
-    given = x.query(), codes.view(torch.uint8), levels, sizes, bias, center, sigma, table
-    nbytes = sum(part.nbytes for part in given) + x.scores_bytes
-    return Operation(lambda: digest_scores.score_submeans(*given, x.limits, scale=0.1), nbytes)
+    size, query = x.size, x.query()
+    blocks = size.batch * size.context
+    store = random_digests(
+        "submean", blocks, size.kv_heads, size.dim, block_size=size.block, batch=size.batch, device=x.options.device
+    )
+    table = x.ints(torch.arange(blocks)).view(size.batch, -1)
+    nbytes = sum(part.nbytes for part in (query, table, *store.held())) + x.scores_bytes
+    return Operation(lambda: store.score(query, table, x.limits, Scores(scale=0.1)), nbytes)
 
 
 def select_blocks(x: Inputs) -> Operation:
