@@ -123,10 +123,7 @@ def begin(way: str, *how: Any) -> None:
     """Make this process that of one way."""
     global _serving, _before
     _before = common.resident_bytes()
-    try:
-        _serving = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
-    except Exception as error:
-        raise RuntimeError(f"{way}: {error!r}") from None
+    _serving = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
 
 
 def serve(method: str, *arguments: Any) -> tuple[Any, int]:

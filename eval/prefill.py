@@ -27,7 +27,6 @@ import common
 import hf_offload
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
-from hf_offload.model.hooks import cache_argument
 
 
 def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -75,12 +74,10 @@ def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tup
     cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
     gc.collect()
     trim_heap()  # what an earlier prompt has left
-    given = cache_argument(model, cache)
     before = common.resident_bytes()
     common.forget_peak()
     with torch.inference_mode(), common.clock() as seconds:
-        for part in ids.split(chunk or ids.shape[1], 1):
-            model(part, **given, logits_to_keep=1)
+        common.prefill(model, cache, ids, chunk or None)
     return seconds[0], (common.peak_bytes() - before) / 2**20
 
 
