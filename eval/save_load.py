@@ -29,7 +29,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import common
 import hf_offload
 from hf_offload.model.hooks import cache_argument
-from inside import used_bytes
 
 QUESTIONS = (
     "\n\nQuestion: What is this text about?\nAnswer:",
@@ -100,13 +99,15 @@ def turns(
 
 
 def fork_bytes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, steps: int) -> float:
-    """Fork a cache for every question and answer it: bytes held by all against one."""
-    one, forks = used_bytes([cache]), []
-    for question in QUESTIONS:
-        forks.append(cache.fork())
-        logits = common.prefill(model, forks[-1], common.ids_of(tokenizer, question, model.device))
-        go_on(model, forks[-1], logits.argmax(-1, keepdim=True), steps)
-    return used_bytes([cache, *forks]) / one
+    """Fork a cache for every question and answer it: bytes held by all, shared ones once, against one."""
+    one = total = cache.stats().as_dict()["host_bytes"]
+    forks = [cache.fork() for _ in QUESTIONS]
+    for question, fork in zip(QUESTIONS, forks, strict=True):
+        logits = common.prefill(model, fork, common.ids_of(tokenizer, question, model.device))
+        go_on(model, fork, logits.argmax(-1, keepdim=True), steps)
+        told = fork.stats().as_dict()
+        total += told["host_bytes"] - told["shared_bytes"]
+    return total / one
 
 
 def measure(

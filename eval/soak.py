@@ -58,7 +58,7 @@ def soak(row: common.Row, steps: int, context: int, every: int, threads: int) ->
             held = {name: stats[name] for name in ("host_bytes", "digest_bytes", "resident_bytes")}
             told = {"row": row.name, "model": "tiny", "step": step, "seconds": time.perf_counter() - start}
             told |= {"context": cache.get_seq_length(), "rss_bytes": common.resident_bytes()}
-            samples.append(told | {"slab_bytes": slab_bytes([cache]), **held, "objects": len(gc.get_objects())})
+            samples.append(told | {"slab_bytes": slab_bytes(cache), **held, "objects": len(gc.get_objects())})
     return samples
 
 
