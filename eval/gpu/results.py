@@ -48,8 +48,8 @@ class Results:
         """Note what became of a case, and in the log why it failed."""
         last = note.strip().splitlines()[-1][:200] if note.strip() else ""
         others = [row for row in _read(self.folder, "cases") if (row["part"], row["case"]) != (part, name)]
-        self._write("cases", others)
-        self.add("cases", {"part": part, "case": name, "status": status, "seconds": seconds, "note": last})
+        told = {"part": part, "case": name, "status": status, "seconds": f"{seconds:.6g}", "note": last}
+        self._write("cases", [*others, told | self.meta])
         if status in ("failed", "cut off"):
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(f"=== {part}: {name}\n{note.rstrip()}\n\n")

@@ -27,7 +27,7 @@ from gpu.results import Results
 Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
 """By name, the seconds that a case may take, and what yields its rows: `cases(options)` of a part's module."""
 LEAST = 10  # seconds without which no case is begun
-CHILD = "import gpu.supervise as s, pickle, sys; s.child(*pickle.load(sys.stdin.buffer))"
+CHILD = "import gpu.supervise as s, pickle, sys; s.here(*pickle.load(sys.stdin.buffer), alone=True)"
 _end = float("inf")
 
 
@@ -48,13 +48,13 @@ def seconds_left() -> float:
     return _end - time.monotonic()
 
 
-def here(part: str, cases: Cases, results: Results, end: float, *, alone: bool = False) -> None:
+def here(part: str, module: str, options: Options, results: Results, end: float, *, alone: bool = False) -> None:
     """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes too long.
 
-    `end` is a time of `time.monotonic`, one clock for all processes.
+    `module` is the name of the part's module, `end` a time of `time.monotonic`, one clock for all processes.
     """
     global _end
-    _end, told = end, results.cases(part)
+    _end, told, cases = end, results.cases(part), importlib.import_module(module).cases(options)
     for name, (most, work) in cases.items():
         if name in told:
             continue
@@ -85,7 +85,7 @@ def supervise(part: str, module: ModuleType, options: Options, results: Results,
     end, left = time.monotonic() + seconds, set(module.cases(options))
     while (left := left - results.cases(part).keys()) and (rest := end - time.monotonic()) > LEAST:
         given = pickle.dumps((part, module.__name__, options, results, end))
-        command, folder = [sys.executable, "-c", CHILD], Path(__file__).parents[1]
+        command, folder = [sys.executable, "-X", "faulthandler", "-c", CHILD], Path(__file__).parents[1]
         try:
             ended = subprocess.run(command, cwd=folder, input=given, timeout=rest, check=False).returncode
             status, note = "failed", "took too long" if ended == 1 else f"the process ended with status {ended}"
@@ -96,9 +96,3 @@ def supervise(part: str, module: ModuleType, options: Options, results: Results,
                 results.case(part, name, status, note=note)
         if ended and not left & results.cases(part).keys():
             raise RuntimeError(f"{part}: the process ended with status {ended} before its first case")
-
-
-def child(part: str, module: str, options: Options, results: Results, end: float) -> None:
-    """A process of a part."""
-    faulthandler.enable()
-    here(part, importlib.import_module(module).cases(options), results, end, alone=True)
