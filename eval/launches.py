@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Annotated, Any
 from unittest import mock
 
@@ -68,24 +68,24 @@ Found = dict[Place, dict[str, list[str]]]
 """Launches by place and by who launched them, in their order."""
 
 
-def kernels_of(module: ModuleType) -> dict[FunctionType, str]:
-    """The public functions of a module that launch a Triton kernel, and its name."""
-    mine = {name: f for name, f in vars(module).items() if getattr(f, "__module__", None) == module.__name__}
-    own = {name: f for name, f in mine.items() if isinstance(f, FunctionType)}
-
-    def kernel(function: FunctionType) -> str | None:
-        names = function.__code__.co_names
-        inner = (kernel(own[name]) for name in names if name.startswith("_") and name in own)
-        return next((name for name in names if name.endswith("_kernel")), None) or next(filter(None, inner), None)
-
-    return {f: found for name, f in own.items() if not name.startswith("_") and (found := kernel(f))}
+def kernel_of(function: FunctionType, own: dict[str, FunctionType]) -> str | None:
+    """The Triton kernel that a function launches by itself or by private ones of the `own` functions of its module."""
+    names = function.__code__.co_names
+    if found := next((name for name in names if name.endswith("_kernel")), None):
+        return found
+    inner = (kernel_of(own[name], own) for name in names if name.startswith("_") and name in own)
+    return next(filter(None, inner), None)
 
 
 def all_kernels() -> dict[FunctionType, str]:
-    """`kernels_of` all modules of the package with Triton kernels."""
+    """The public functions of the package that launch a Triton kernel, and its name."""
     names = [f"hf_offload.gpu.{found.name}" for found in pkgutil.iter_modules(hf_offload.gpu.__path__)]
-    modules = [*map(importlib.import_module, names), resident_weights]
-    return {function: kernel for module in modules for function, kernel in kernels_of(module).items()}
+    kernels = {}
+    for module in [*map(importlib.import_module, names), resident_weights]:
+        functions = {name: f for name, f in vars(module).items() if isinstance(f, FunctionType)}
+        own = {name: f for name, f in functions.items() if f.__module__ == module.__name__}
+        kernels |= {f: kernel for name, f in own.items() if name[0] != "_" and (kernel := kernel_of(f, own))}
+    return kernels
 
 
 @contextmanager
