@@ -64,14 +64,11 @@ class Timer:
 
     def __init__(self, options: Options) -> None:
         self.options, self.rounds = options, 3 if options.quick else 30
+        # Read before a call, to fill the caches: what was written would go to memory during the call.
         self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
 
-    def flush(self) -> None:
-        """Fill the caches with something else, by reading it: what was written would go to memory during the call."""
-        self._other.sum()
-
-    def device_time(self, call: Call, prepare: Call | None = None) -> dict[str, float]:
-        """Time on the device alone, from event to event, the caches filled with something else before each call.
+    def device_time(self, call: Call, *, cold: bool = True) -> dict[str, float]:
+        """Time on the device alone, from event to event, the caches filled with something else before each call (cold).
 
         While the device fills them, the call and its events queue up behind it: no launch is in the time.
         """
@@ -80,7 +77,8 @@ class Timer:
         call()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
         for start, end in pairs:
-            (prepare or self.flush)()
+            if cold:
+                self._other.sum()
             start.record()
             call()
             end.record()
@@ -92,7 +90,7 @@ class Timer:
         call()
         seconds: list[float] = []
         for _ in range(self.rounds):
-            self.flush()
+            self._other.sum()
             with clock(seconds):
                 call()
         return percentiles(1e6 * each for each in seconds)
@@ -112,7 +110,7 @@ class Timer:
         if not self.options.on_gpu:
             return None
         replay = recorded(self.options, lambda: [call() for _ in range(LAUNCHES)])
-        return self.device_time(replay, prepare=lambda: None)["p50"] / LAUNCHES
+        return self.device_time(replay, cold=False)["p50"] / LAUNCHES
 
 
 @functools.cache  # again in a process that goes on behind another
