@@ -3,8 +3,8 @@
     python eval/attention_stats.py
     python eval/attention_stats.py --layers 0,15,29 --head 4 --tokens 4096 --text novel.txt --text other.txt
 
-The weights are exact: a text runs through the model in chunks, and beside Transformers' sdpa the softmax of the
-queries that are looked at is taken over all keys, from the model's own q and k. No more rows than these are kept.
+The weights are the model's own: a text is read with sdpa, in chunks, and the queries that are looked at one by one with
+eager attention, which tells its weights. No more rows than these are kept.
 
 - windows (HGCA, Figure 3): the share of the weight that a window of first and one of newest entries hold together, for
   an entry, a middle and an exit layer, averaged over heads and the text's last queries.
@@ -22,24 +22,22 @@ OUT.csv has the windows; the others go beside it: OUT_heads.csv, OUT_positions.c
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
 from scipy import stats
 from tqdm.auto import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import DynamicCache, PreTrainedModel
 
 import common
 import hf_offload
 from plotting import plot
 
-RECORDED = "recorded_weights"
 HOLDS = 0.99  # of a head's weight, Figure 4
 LINE = 0.9  # of a head's weight, Figure 5
 LEAST = 2.0**-149  # float32 above 0
@@ -47,38 +45,21 @@ SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
 def record(
-    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int], chunk: int = 512
+    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int]
 ) -> dict[int, list[torch.Tensor]]:
     """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-
-    def keep(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        """Of queries `[1, Hq, Q, D]` and keys `[1, Hkv, T, D]`, of which the last Q are the queries' own."""
-        first, keys = key.shape[2] - query.shape[2], key[0].float()
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        for position in positions:
-            if first <= position < key.shape[2]:
-                mine = query[0, :, position - first].float().view(len(keys), -1, query.shape[-1])
-                scores = scale * mine @ keys[:, : position + 1].transpose(1, 2)
-                found[layer].append(scores.flatten(0, 1).softmax(-1).cpu())
-
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, scaling: float | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
-        layer = int(module.layer_idx)
-        if layer in found:
-            if odd := [name for name in ("softcap", "s_aux", "sliding_window") if kwargs.get(name) is not None]:
-                raise ValueError(f"layer {layer} of {type(module).__name__} has {', '.join(odd)}: give other --layers")
-            keep(layer, query, key, scaling)
-        return sdpa_attention_forward(module, query, key, *others, scaling=scaling, **kwargs)
-
-    before, cache = model.config._attn_implementation, DynamicCache(config=model.config)
-    AttentionInterface.register(RECORDED, attend)
-    AttentionMaskInterface.register(RECORDED, sdpa_mask)
-    model.set_attn_implementation(RECORDED)
+    before, cache, read = model.config._attn_implementation, DynamicCache(config=model.config), 0
     try:
-        for part in tqdm(ids.split(chunk, 1), desc="attention weights", unit="chunk", delay=5, leave=False):
-            model(part, past_key_values=cache, logits_to_keep=1)
+        for position in positions:
+            if position > read:
+                model.set_attn_implementation("sdpa")
+                common.prefill(model, cache, ids[:, read:position], chunk=512)
+            model.set_attn_implementation("eager")
+            query, read = ids[:, position : position + 1], position + 1
+            weights = model(query, past_key_values=cache, output_attentions=True).attentions
+            for layer in layers:
+                found[layer].append(weights[layer][0, :, 0].float().cpu())
     finally:
         model.set_attn_implementation(before)
     return found
@@ -155,15 +136,15 @@ def main(
     asked = None if layers is None else common.numbers(layers)
     model, tokenizer = setting.load()
     config = model.config.get_text_config(decoder=True)
-    last, heads = config.num_hidden_layers - 1, config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * (last + 1)
+    heads = config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
     if not whole:
         raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
     middle, head = whole[len(whole) // 2], min(head, heads - 1)
     three = asked or sorted({whole[0], middle, whole[-1]})
-    if not all(0 <= one <= last for one in three):
-        raise typer.BadParameter(f"layers {three}: the model has layers 0 to {last}")
+    if not set(three) <= set(whole):
+        raise typer.BadParameter(f"layers {three}: those that attend all tokens are {', '.join(map(str, whole))}")
     if queries > tokens // 4:
         raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
     early = tokens * 3 // 4 - 1
@@ -177,12 +158,11 @@ def main(
             found[name] = record(model, ids, positions, sorted({*three, middle}))
     first = next(iter(found.values()))
     edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
-    windows = []
-    for one in three:
-        sums = window_sums(first[one][1:], edges)
-        at = ((edges[i], edges[j], float(sums[i, j])) for i, j in np.ndindex(sums.shape))
-        windows += [{"layer": one, "first": s, "newest": r, "weight": weight} for s, r, weight in at]
-    setting.write(windows)
+    setting.write([
+        {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(weight)}
+        for one in three
+        for (i, j), weight in np.ndenumerate(window_sums(first[one][1:], edges))
+    ])  # fmt: skip
     by_head = []
     for name, weights in found.items():
         share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
@@ -203,11 +183,11 @@ def main(
         print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
     early_row, late = first[middle][0][head], first[middle][-1][head]
     draw_positions([early_row, late], middle, head, setting.beside("_positions.png"))
-    line, before = line_at(late, LINE), [*early_row.tolist(), *[None] * (len(late) - len(early_row))]
-    facts = {"layer": middle, "head": head, "hold": LINE}
+    line, facts = line_at(late, LINE), {"layer": middle, "head": head, "hold": LINE}
+    both = enumerate(itertools.zip_longest(late.tolist(), early_row.tolist()))
     by_position = [
-        facts | {"position": p, "weight": weight, "above_line": int(weight >= line), "weight_before": before[p]}
-        for p, weight in enumerate(late.tolist())
+        facts | {"position": p, "weight": weight, "above_line": int(weight >= line), "weight_before": before}
+        for p, (weight, before) in both
     ]
     setting.write(by_position, "_positions")
 

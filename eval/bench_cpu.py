@@ -15,11 +15,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from typing import Annotated, Any
 
 import numba
@@ -28,30 +26,19 @@ import torch
 import typer
 
 import common
+from hf_offload.blocks.digests import DIGESTS, DigestStore
 from hf_offload.blocks.host_pool import HostPool
 from hf_offload.blocks.memory import host_empty
+from hf_offload.cpu.kernels import draw_pairs as drawing
 from hf_offload.cpu.kernels.block_topk import choose_blocks
 from hf_offload.cpu.kernels.decode_attention import Pairs, decode_attention
-from hf_offload.cpu.kernels.digest_scores import Digest, Vectors
-from hf_offload.cpu.kernels.draw_pairs import (
-    MASSES,
-    Always,
-    PairLists,
-    Thresholds,
-    draw_pairs,
-    kept_masses,
-    most_pairs,
-)
 from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.record import HostBlocks
-from hf_offload.cpu.kernels.submean_scores import submeans
 from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
-from plotting import plot
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
-SECTIONS = ("decode", "torch", "scoring", "linear", "pairs")
 _WARM = torch.ones(256, 256)
 # Hidden and MLP sizes, KV width, layers and vocabulary of models whose products are timed.
 WIDTHS = {
@@ -87,45 +74,60 @@ class Case:
     nbytes: int
     facts: dict[str, Any]
 
-    @property
-    def key(self) -> str:
-        """What tells it from the others."""
-        return f"{self.name} {self.facts}"
+
+Sets = Iterator[list[Case]]
+"""Sets of cases that take turns; a plain read comes first."""
 
 
+@torch.inference_mode()
 def take_turns(cases: Sequence[Case], rounds: int, section: str) -> list[dict[str, Any]]:
     """Time the cases in turns; one record a case, microseconds, and its share of the speed of the plain read."""
-    times: dict[str, list[float]] = {case.key: [] for case in cases}
-    for case in cases:
-        case.prepare()()  # compiles
-    for _, case in common.in_turns(cases, rounds):
+
+    def prepared(case: Case) -> Callable[[], Any]:
         call = case.prepare()
         if isinstance(call, Launch):
             _ = call.bound  # laid out once for many steps
-        start = time.perf_counter()
-        call()
-        times[case.key].append(1e6 * (time.perf_counter() - start))
+        return call
+
+    makers = {str(number): partial(prepared, case) for number, case in enumerate(cases)}
     records: list[dict[str, Any]] = []
-    for case in cases:
-        spread = common.percentiles(times[case.key])
+    for case, seconds in zip(cases, common.time_in_turns(makers, rounds).values(), strict=True):
+        spread = common.percentiles(1e6 * each for each in seconds)
         speed = case.nbytes / spread["p50"] / 1e3 if case.nbytes else None
         records.append({"section": section, "case": case.name, **case.facts, **spread, "gb_per_s": speed})
-    limit = next((r["gb_per_s"] for r in records if r["case"] == "read"), None)
-    return [r | {"of_limit": r["gb_per_s"] and limit and r["gb_per_s"] / limit} for r in records]
+    limit = records[0]["gb_per_s"]
+    return [r | {"of_limit": r["gb_per_s"] and r["gb_per_s"] / limit} for r in records]
 
 
-def on_threads(work: Callable[[], Any], threads: int) -> Callable[[], Any]:
-    """A call that runs `work` on several threads at once."""
+@cache
+def words_to_read() -> np.ndarray:
+    """The memory of the plain read."""
+    return host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
+
+
+def read_case(nbytes: int, threads: int, **facts: Any) -> Case:
+    """The plain read of so many bytes by some threads at once, each time of other ones."""
+    words, places = words_to_read(), itertools.count()
+    size = min(nbytes // 8, words.size) // threads
+
+    def read() -> None:
+        first = next(places) * size % max(words.size - size, 1)
+        read_words(words[first : first + size])
 
     def call() -> None:
-        others = [threading.Thread(target=work) for _ in range(threads - 1)]
+        others = [threading.Thread(target=read) for _ in range(threads - 1)]
         for other in others:
             other.start()
-        work()
+        read()
         for other in others:
             other.join()
 
-    return call
+    return Case("read", lambda: call, threads * size * 8, facts | {"kernel_threads": threads})
+
+
+def limit_case(threads: int = 1) -> Case:
+    """The plain read for kernels; several threads read more, as starting them takes a while."""
+    return read_case(READ_BYTES * (1 if threads == 1 else 4 * threads), threads)
 
 
 class Memory:
@@ -164,11 +166,7 @@ class Memory:
         self, query: np.ndarray, items: np.ndarray, counts: np.ndarray, pairs: Pairs | None = None
     ) -> Launch:
         """Attention of some rows, each of which has all blocks."""
-        batch, length = len(query), self.blocks * self.block_size
-        packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
-        holes, valid = np.zeros((batch, self.blocks), np.uint8), np.ones((batch, length), np.uint8)
-        table = np.repeat(self.table, batch, 0)
-        blocks = HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size, packed)
+        blocks, length = self._host_blocks(np.repeat(self.table, len(query), 0)), self.blocks * self.block_size
         return decode_attention(
             query, blocks, items, counts, length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
             scale=self.dim**-0.5, softcap=None, pairs=pairs,
@@ -178,27 +176,32 @@ class Memory:
         """One decode over so many tokens a KV head in scattered pairs, half of them drawn, of a context chosen anew."""
         query, span = self._query(group, 1), context // self.block_size
         start = int(self.rng.integers(self.blocks - span)) * self.block_size // 2
-        lists = PairLists.of(1, self.kv_heads, tokens // 2)
+        lists = drawing.PairLists.of(1, self.kv_heads, tokens // 2)
         for h in range(self.kv_heads):
             lists.pairs[0, h] = np.sort(self.rng.choice(context // 2, tokens // 2, replace=False)) + start
         lists.weights[:] = self.rng.integers(0, 2, lists.weights.shape)
         lists.counts[:] = tokens // 2
         return self._attention(query, lists.pairs, lists.counts, Pairs.of(lists.weights, query.shape[1]))
 
-    def draw(self, group: int, digest: Digest, context: int, samples: int) -> Launch:
+    def draw(self, group: int, store: DigestStore, context: int, samples: int) -> Launch:
         """One draw from the digests of a context."""
         blocks, size = context // self.block_size, self.block_size // 2
-        query, room = self._query(group, 1), min(most_pairs(samples, group, blocks * size) + 64, blocks * size)
-        masses = np.empty((1, group * self.kv_heads, kept_masses(blocks, size)), MASSES)
-        holes, valid = np.zeros((1, blocks), np.uint8), np.ones((1, context), np.uint8)
-        low = np.zeros(1, np.int32)
-        table = self.table[:, :blocks].copy()
-        return draw_pairs(
-            query, digest, table, Always(low, low + 16, 16), Thresholds.of(0, low, blocks * size), masses,
-            PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
-            scale=self.dim**-0.5, softcap=None,
-            unsealed=HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size),
+        query, room = self._query(group, 1), min(drawing.most_pairs(samples, group, blocks * size) + 64, blocks * size)
+        masses = np.empty((1, group * self.kv_heads, drawing.kept_masses(blocks, size)), drawing.MASSES)
+        low, table = np.zeros(1, np.int32), self.table[:, :blocks].copy()
+        digest, thresholds = store.arrays(query, self.dim**-0.5), drawing.Thresholds.of(0, low, blocks * size)
+        return drawing.draw_pairs(
+            query, digest, table, drawing.Always(low, low + 16, 16), thresholds, masses,
+            drawing.PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
+            scale=self.dim**-0.5, softcap=None, unsealed=self._host_blocks(table),
         )  # fmt: skip
+
+    def _host_blocks(self, table: np.ndarray) -> HostBlocks:
+        """All tokens of the blocks of a table `[B, N]`."""
+        packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
+        holes = np.zeros(table.shape, np.uint8)
+        valid = np.ones((len(table), table.shape[1] * self.block_size), np.uint8)
+        return HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size, packed)
 
     def _query(self, group: int, batch: int) -> np.ndarray:
         return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
@@ -209,9 +212,9 @@ class Memory:
         return batch * budget // self.block_size * self.kv_heads * record
 
 
-def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
-    """Sets of cases that take turns: head dimensions, groups, batches, block sizes."""
-    dtype = DTYPES[name]
+def decode_cases(name: str, threads: int) -> Sets:
+    """Head dimensions, groups, batches, block sizes."""
+    dtype, read = DTYPES[name], limit_case(threads)
 
     def case(memory: Memory, group: int, batch: int, budget: int, kind: str = "blocks") -> Case:
         def prepare() -> Callable[[], Any]:
@@ -239,7 +242,7 @@ def decode_cases(name: str, threads: int, read: Case) -> Iterator[list[Case]]:
         yield [read, case(Memory(8, dim, block, dtype), 4, 1, 2048)]
 
 
-def torch_cases(name: str, read: Case) -> list[Case]:
+def torch_cases(name: str, threads: int) -> Sets:
     """Ours against torch's ways, the gather of the chosen blocks counted."""
     memory, group, budget = Memory(8, 128, 32, DTYPES[name]), 4, 2048
     slab, heads = memory.pool.slabs[0], torch.arange(memory.kv_heads)[:, None]
@@ -263,79 +266,74 @@ def torch_cases(name: str, read: Case) -> list[Case]:
         return call
 
     nbytes, facts = memory.bytes_of(1, budget), {"dtype": name, "dim": 128, "group": group, "kernel_threads": 1}
-    return [
-        read,
+    yield [
+        limit_case(),
         Case("blocks", lambda: memory.decode(group, 1, budget), nbytes, facts),
         *(Case(f"torch: gather, {way}", partial(prepare, attend), nbytes, facts) for way, attend in ways.items()),
     ]
 
 
-def pairs_of(rows: int, kv_heads: int, dim: int, rng: np.random.Generator) -> Digest:
-    """Sub-means of 16 pairs for each of so many blocks, of which none is an outlier."""
-    pairs = 16
-    codes = host_empty((rows, kv_heads, pairs * dim // 2), torch.uint8).numpy()
-    codes[:] = rng.integers(0, 256, codes.shape, dtype=np.uint8)
-    levels = host_empty((rows, kv_heads, dim // 16, pairs), torch.int32).numpy()
-    levels[:] = rng.integers(-(2**31), 2**31, levels.shape[2:]).astype(np.int32)
-    sizes = host_empty((rows, kv_heads, pairs), torch.int32).numpy()
-    sizes[:] = 0x3D803D80
-    center, sigma = (rng.random((1, kv_heads, dim), dtype=np.float32) for _ in range(2))
-    return submeans(codes, levels, sizes, np.zeros((rows, pairs), np.float32), center, sigma)
+def random_digests(
+    kind: str, blocks: int, kv_heads: int, dim: int, *, block_size: int = 32, batch: int = 1, device: str = "cpu"
+) -> DigestStore:
+    """Digests of so many blocks, of random bits, none of which is an outlier."""
+    store = DIGESTS[kind](kv_heads, dim, block_size, torch.device(device))
+    store.reserve(blocks)
+    for name, tensor in store.blocks.tensors.items():
+        if name == "sizes":
+            tensor.fill_(0x3D803D80)
+        elif tensor.dtype is torch.float32:
+            tensor.fill_(2**-7)
+        else:
+            tensor.view(torch.uint8).random_(256)
+    for name, shape in store.statistics.items():
+        setattr(store, name, torch.rand(batch, *shape, device=device))
+    return store
 
 
-def pair_cases(name: str, read: Case) -> Iterator[list[Case]]:
+def pair_cases(name: str, threads: int) -> Sets:
     """The draw of pairs and attention to them, beside as many and twice as many tokens in blocks."""
-    rng, isa = np.random.default_rng(0), os.environ.get("HF_OFFLOAD_ISA", "own")
+    isa = os.environ.get("HF_OFFLOAD_ISA", "own")
     for kv_heads, group, dim in ((3, 3, 64), (8, 4, 128)):
-        memories = [Memory(kv_heads, dim, 32, DTYPES[name])]
-        if name == "bf16":
-            memories.append(Memory(kv_heads, dim, 32, DTYPES[name], packed=True))
-        cases = [read]
+        kinds = (False, True) if name == "bf16" else (False,)
+        memories = [Memory(kv_heads, dim, 32, DTYPES[name], packed=packed) for packed in kinds]
+        cases = [limit_case()]
         for memory in memories:
             facts = {"dtype": "int8" if memory.packed else name, "dim": dim, "group": group, "isa": isa}
             facts |= {"batch": 1, "block_size": 32, "kernel_threads": 1}
             for tokens in (512, 1024):
-                attend = partial(memory.pairs, group, tokens, 8192)
-                blocks = partial(memory.decode, group, 1, tokens)
-                more = facts | {"budget": tokens}
-                cases += [Case(kind, make, memory.bytes_of(1, tokens), more) for kind, make in
-                          (("pairs", attend), ("blocks", blocks))]  # fmt: skip
+                ways = {"pairs": partial(memory.pairs, group, tokens, 8192)}
+                ways["blocks"] = partial(memory.decode, group, 1, tokens)
+                nbytes, more = memory.bytes_of(1, tokens), facts | {"budget": tokens}
+                cases += [Case(kind, make, nbytes, more) for kind, make in ways.items()]
         for context in (each for each in (8192, 32768) if each <= 32 * memories[0].blocks):
-            digest = pairs_of(context // 32, kv_heads, dim, rng)
+            store = random_digests("submean", context // 32, kv_heads, dim)
             for samples in (128, 512):
-                draw = partial(memories[0].draw, group, digest, context, samples)
+                draw = partial(memories[0].draw, group, store, context, samples)
                 more = {"dim": dim, "group": group, "isa": isa, "context": context, "samples": samples}
                 cases.append(Case("draw_pairs", draw, 0, more | {"kernel_threads": 1}))
         yield cases
 
 
-def scoring_cases(read: Case) -> list[Case]:
-    """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens."""
+def scoring_cases(name: str, threads: int) -> Sets:
+    """Digest scoring with join and selection, over contexts of 8k, 32k and 128k tokens; of no dtype."""
     rng = np.random.default_rng(0)
-    kv_heads, group, dim, pairs, count = 8, 4, 128, 16, 64
-    row_bytes = {"submean": pairs * (dim // 2 + 4 * (dim // 16 + 1)), "quest": 4 * dim}
-
-    def bounds_of(rows: int) -> Digest:
-        vectors = host_empty((rows, kv_heads, 2 * dim), torch.int16).numpy().view(np.uint16)
-        vectors[:] = 0x3C00  # 2^-7 as bfloat16
-        halves = rng.standard_normal((1, kv_heads * group, 2 * dim), dtype=np.float32)
-        return Vectors(halves, vectors, np.zeros(rows, np.float32))
+    kv_heads, group, dim, count = 8, 4, 128, 64
 
     def case(kind: str, blocks: int) -> Case:
-        nbytes = blocks * kv_heads * row_bytes[kind]
+        nbytes = blocks * DIGESTS[kind](kv_heads, dim, 32, torch.device("cpu")).block_bytes
         copies = max(2, POOL_BYTES // 4 // nbytes)
-        rows = copies * blocks
-        digest = pairs_of(rows, kv_heads, dim, rng) if kind == "submean" else bounds_of(rows)
+        store = random_digests(kind, copies * blocks, kv_heads, dim)
         query = rng.standard_normal((1, kv_heads * group, dim), dtype=np.float32)
         masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
         score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
         low = np.zeros(1, np.int32)
         chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
-        turn = [0]
+        digest = store.arrays(query, dim**-0.5)
+        tables = itertools.cycle(np.arange(copies * blocks, dtype=np.int32).reshape(copies, 1, blocks))
 
         def prepare() -> Launch:
-            turn[0] = (turn[0] + 1) % copies
-            table = np.arange(turn[0] * blocks, (turn[0] + 1) * blocks, dtype=np.int32)[None]
+            table = next(tables)
             return choose_blocks(
                 query, digest, table, blocks, masses, tail, score, join="max", scale=dim**-0.5, softcap=None,
                 kv_dtype=torch.bfloat16, select=(low, low + 1, 4, blocks, count, chosen, counts),
@@ -344,62 +342,48 @@ def scoring_cases(read: Case) -> list[Case]:
         facts = {"digest": kind, "dim": dim, "group": group, "context": 32 * blocks, "kernel_threads": 1}
         return Case("choose_blocks", prepare, nbytes, facts)
 
-    return [read, *(case(kind, blocks) for kind in row_bytes for blocks in (256, 1024, 4096))]
+    yield [limit_case(), *(case(kind, blocks) for kind in ("submean", "quest") for blocks in (256, 1024, 4096))]
 
 
-def linear_cases(model: str, name: str, threads: int, words: np.ndarray) -> Iterator[list[Case]]:
-    """Ours against torch's `linear`, by rows: the products of so many layers of a model and its head, one by one."""
+def linear_cases(name: str, threads: int) -> Sets:
+    """Ours against torch's `linear`, by model and rows."""
+    for model in WIDTHS:
+        yield from products_of(model, name, threads)
+
+
+def products_of(model: str, name: str, threads: int) -> Sets:
+    """The products of so many layers of a model and its head, one by one."""
     hidden, mlp, kv, layers, vocabulary = WIDTHS[model]
     attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
     shapes = [*attention, (mlp, hidden), (mlp, hidden), (hidden, mlp)] * layers
     shapes += [(vocabulary, hidden)] * (vocabulary > 0)
     weights = [torch.randn(shape).to(DTYPES[name]) for shape in shapes]
     nbytes = sum(weight.nbytes for weight in weights)
-    facts = {"dtype": name, "model": model, "kernel_threads": threads}
-    share = min(words.size, nbytes // 8) // threads
-
-    def prepare_read() -> Callable[[], Any]:
-        starts = [share * part for part in range(threads)]
-        return on_threads(lambda: read_words(words[(first := starts.pop()) : first + share]), threads)
+    facts = {"dtype": name, "model": model}
 
     def theirs(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
-        @torch.inference_mode()
-        def call() -> None:
-            for weight in weights:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-        return call
+        return lambda: [torch.nn.functional.linear(inputs[weight.shape[1]], weight) for weight in weights]
 
     def ours(inputs: dict[int, torch.Tensor]) -> Callable[[], Any]:
-        outs = [torch.empty(len(inputs[w.shape[1]]), len(w), dtype=w.dtype) for w in weights]
-        each = [
-            LaunchSequence((linear(inputs[weight.shape[1]], weight, None, out, threads),))
-            for weight, out in zip(weights, outs, strict=True)
-        ]
-
-        def call() -> None:
-            for sequence in each:
-                sequence.run()
-
-        return call
+        each = []
+        for weight in weights:
+            rows = inputs[weight.shape[1]]
+            out = torch.empty(len(rows), len(weight), dtype=weight.dtype)
+            each.append(LaunchSequence((linear(rows, weight, None, out, threads),)))
+        return lambda: [sequence.run() for sequence in each]
 
     for count in (1, 2, 4, 8):
         inputs = {width: torch.randn(count, width).to(DTYPES[name]) for width in (hidden, mlp)}
+        more = {**facts, "batch": count, "kernel_threads": threads}
         ways = {"linear": ours(inputs), "torch: linear": theirs(inputs), "torch: linear again": theirs(inputs)}
-        cases = [Case(way, lambda call=call: call, nbytes, facts | {"batch": count}) for way, call in ways.items()]
-        yield [Case("read", prepare_read, 8 * share * threads, facts | {"batch": count}), *cases]
+        cases = [Case(way, lambda call=call: call, nbytes, more) for way, call in ways.items()]
+        yield [read_case(nbytes, threads, **facts, batch=count), *cases]
 
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the speed of each row that reads memory beside its limit."""
-    facts = ("case", "model", "dtype", "dim", "group", "batch", "block_size", "digest", "context")
-    rows = [r for r in records if r["of_limit"] is not None and r["case"] != "read"]
-    names = [" ".join(str(r[k]) for k in facts if r.get(k)) + f" ×{r['kernel_threads']}" for r in rows]
-    with plot(path, figsize=(9, 1 + len(rows) / 4)) as axes:
-        axes.barh(names, [r["gb_per_s"] / r["of_limit"] for r in rows], color="lightgray", label="plain read")
-        axes.barh(names, [r["gb_per_s"] for r in rows], label="kernel")
-        axes.set(xlabel="GB/s", ylim=(len(rows), -1))
-        axes.legend()
+SECTIONS: dict[str, Callable[[str, int], Sets]] = {
+    "decode": decode_cases, "torch": torch_cases, "scoring": scoring_cases, "linear": linear_cases, "pairs": pair_cases,
+}  # fmt: skip
+THREADED = ("decode", "linear")
 
 
 def main(
@@ -411,41 +395,15 @@ def main(
 ) -> None:
     """Measure the CPU kernels."""
     wanted, names = common.listed(sections, SECTIONS, "sections"), common.listed(dtypes, DTYPES, "dtypes")
-    words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1).numpy().view(np.uint64)
-
-    def read(parts: int = 1) -> Case:
-        # Several threads read more, as starting them takes a while.
-        size, places = READ_BYTES // 8 * (1 if parts == 1 else 4), itertools.count()
-
-        def prepare() -> Callable[[], Any]:
-            starts = [next(places) * size % (words.size - size) for _ in range(parts)]
-            return on_threads(lambda: read_words(words[(first := starts.pop()) : first + size]), parts)
-
-        return Case("read", prepare, parts * size * 8, {"kernel_threads": parts})
-
     records: list[dict[str, Any]] = []
-
-    def measure(section: str, cases: Sequence[Case], count: int = 1) -> None:
-        torch.set_num_threads(count)
-        records.extend(take_turns(cases, rounds, section))
-        common.write_csv(out, records)
-
-    for name in names:
-        for count in common.numbers(threads) if "decode" in wanted else ():
-            for cases in decode_cases(name, count, read(count)):
-                measure("decode", cases, count)
-        if "torch" in wanted:
-            measure("torch", torch_cases(name, read()))
-        for cases in pair_cases(name, read()) if "pairs" in wanted else ():
-            measure("pairs", cases)
-        for count in common.numbers(threads) if "linear" in wanted else ():
+    for name, section in itertools.product(names, wanted):
+        if section == "scoring" and name != names[0]:
+            continue
+        for count in common.numbers(threads) if section in THREADED else [1]:
             torch.set_num_threads(count)
-            for model in WIDTHS:
-                for cases in linear_cases(model, name, count, words):
-                    measure("linear", cases, count)
-    if "scoring" in wanted:
-        measure("scoring", scoring_cases(read()))
-    draw(records, out.with_suffix(".png"))
+            for cases in SECTIONS[section](name, count):
+                records += take_turns(cases, rounds, section)
+                common.write_csv(out, records)
     for section in dict.fromkeys(r["section"] for r in records):
         mine = [r for r in records if r["section"] == section]
         columns = list(dict.fromkeys(k for r in mine for k in r if k != "section"))

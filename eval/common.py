@@ -28,7 +28,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StaticCache,
+)
 
 import hf_offload
 from hf_offload.policies.registry import POLICIES, make_policy
@@ -306,7 +314,7 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int 
     return logits[:, -1]
 
 
-def decode(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+def decode(model: PreTrainedModel, cache: Cache | None, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
     """Feed tokens `[B, N]` one by one: milliseconds of each step, and logits `[N, B, V]`."""
     milliseconds, logits = [], []
     for token in ids.split(1, 1):
@@ -488,3 +496,27 @@ class Records:
     def remove(self) -> None:
         """Forget everything: the run has ended, and its results are elsewhere."""
         self.file.unlink(missing_ok=True)
+
+
+# --- Calls in turns, small models -----------------------------------------------------------------------------------
+
+
+def time_in_turns(makers: Mapping[str, Callable[[], Callable[[], Any]]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of calls on the CPU in turns, by name; each is made anew, untimed, and made and run once before."""
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    for make in makers.values():
+        make()()  # compiles
+    for _, name in in_turns(list(makers), rounds):
+        call = makers[name]()
+        start = time.perf_counter()
+        call()
+        seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def random_llama(**sizes: Any) -> PreTrainedModel:
+    """A random Llama of four layers with 64 channels in all, or of other sizes, for what weights do not change."""
+    usual = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
+    usual |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**usual | sizes)).eval()

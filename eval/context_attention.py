@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
@@ -53,29 +54,11 @@ from inside import Watch, digest_bytes, stored_tokens, token_bytes
 
 WARM_UP = 2
 BLOCK_SIZE = 32
-TIMES = ("step", *Watch.NAMES)
 TAIL = 128
 """Tokens at the end of batches and repeated contexts that all rows read themselves."""
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
 BARE = common.Row("bare", "bare")
-
-
-class BareCache(DynamicCache):
-    """A cache that keeps nothing and says that it holds `length` tokens."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return key_states, value_states
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        return self.length + query_length, 0
 
 
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -87,6 +70,7 @@ def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
     AttentionInterface.register(BARE.name, attend)
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     twin.set_attn_implementation(BARE.name)
+    twin.config.use_cache = False
     return twin
 
 
@@ -154,22 +138,19 @@ class Context:
 
     def decode(
         self, row: common.Row, cache: Cache, first: int, steps: int
-    ) -> tuple[dict[str, list[float]], torch.Tensor]:
-        """`feed` so many tokens one by one: milliseconds of all `TIMES` of the steps after the warm-up,
-        log-probabilities `[N, B, V]`.
+    ) -> tuple[list[dict[str, float]], torch.Tensor]:
+        """`feed` so many tokens one by one: milliseconds by name of the steps after the warm-up, log-probabilities
+        `[N, B, V]`.
         """
         row.activate(self.model)
-        times: dict[str, list[float]] = {name: [] for name in TIMES}
-        logits, watch = [], Watch()
+        times, logits, watch = [], [], Watch()
         with watch.watching(self.model.config._attn_implementation, cache):
             for at in range(first, first + steps):
                 watch.clear()
                 with common.clock() as seconds:
                     logits.append(self.feed(cache, at, at + 1))
-                for name, values in times.items():
-                    values.append(1000 * (watch.seconds | {"step": seconds[0]})[name])
-        kept = {name: values[WARM_UP:] for name, values in times.items()}
-        return kept, torch.stack(logits).float().log_softmax(-1).cpu()
+                times.append({name: 1000 * spent for name, spent in {"step": seconds[0], **watch.seconds}.items()})
+        return times[WARM_UP:], torch.stack(logits).float().log_softmax(-1).cpu()
 
 
 def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[float, float | None]:
@@ -198,29 +179,28 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
     every, model = [common.FULL, *(row for row in rows if row.policy != BARE.policy)], context.model
     caches = {row.name: context.make_cache(row) for row in tqdm(every, desc="contexts", leave=False)}
     twin = bare_copy(model) if BARE in rows else None
-    times: dict[str, dict[str, list[float]]] = {row.name: {name: [] for name in TIMES} for row in every}
+    times: dict[str, list[dict[str, float]]] = {row.name: [] for row in every}
     bare: list[float] = []
     seen: dict[str, list[torch.Tensor]] = {row.name: [] for row in every}
     for number, row in common.in_turns(every, rounds):
         at = number * (WARM_UP + steps)
         found, logits = context.decode(row, caches[row.name], at, WARM_UP + steps)
         seen[row.name].append(logits)
-        for name, values in found.items():
-            times[row.name][name] += values
+        times[row.name] += found
         if twin is not None:
             token = context.ids[:, at : at + WARM_UP + steps].expand(len(context.lengths), -1)
-            bare += common.decode(twin, BareCache(max(context.lengths)), token)[0][WARM_UP:]
+            bare += common.decode(twin, None, token)[0][WARM_UP:]
     lines = []
     for row in every:
         cache = caches[row.name]
-        found = {name: common.percentiles(values) for name, values in times[row.name].items()}
+        steps_of_row = pd.DataFrame(times[row.name])
+        p20, p50, p80 = (steps_of_row.quantile(share) for share in (0.2, 0.5, 0.8))
         line: dict[str, Any] = {"context": "+".join(map(str, context.lengths)), "row": row.name}
-        line |= {name: found[name]["p50"] or None for name in TIMES}
+        line |= {name: value or None for name, value in p50.items()}
         base, everything = lines[0] if lines else line, read_bytes(model, common.FULL, caches[common.FULL.name])[0]
         line |= {f"{name}_ratio": line[name] / base[name] for name in ("step", "attention")}
         if line["predict"]:
-            shares = np.array(times[row.name]["predict"]) / np.array(times[row.name]["step"])
-            line["predict_share"] = float(np.median(shares))
+            line["predict_share"] = (steps_of_row.predict / steps_of_row.step).median()
         if bare and row is not common.FULL:
             line["outside"] = 1000 * (line["step"] - np.median(bare) - (line["kernels"] or 0)) / len(cache.layers)
         stats = {} if row is common.FULL else cache.stats().as_dict()
@@ -231,7 +211,7 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
         line |= {"chosen_MiB": None if chosen is None else chosen / 2**20, "kept": stats.get("kept_share")}
         kl, top1 = divergence(torch.cat(seen[row.name]), torch.cat(seen[common.FULL.name]))
         line |= {"kl": float(kl.mean()), "top1": top1}
-        lines.append(line | {f"{name}_{p}": found[name][p] for name in ("attention", "step") for p in ("p20", "p80")})
+        lines.append(line | {f"{x}_p{p}": at[x] for x in ("attention", "step") for p, at in ((20, p20), (80, p80))})
     return lines
 
 

@@ -21,6 +21,8 @@ import common
 from hf_offload.cache.stats import KEEP_STEPS
 
 START = 5_000  # token of the text where the window begins
+KNOBS = {"tier": "split", "lookahead": "attend", "attend_resident": "selected"}
+"""The paper's: only with `attend_resident="selected"` is it known what the real query selects."""
 ROWS = {
     "recall-1.5": ("adaptive", 1.5),
     "recall-1": ("adaptive", 1),
@@ -29,14 +31,6 @@ ROWS = {
     "every-step-1": (1, 1),
 }
 """Recall, and how many budgets stay resident."""
-
-
-def row_of(name: str, budget: int) -> common.Row:
-    """A row by its name."""
-    recall, resident = ROWS[name]
-    knobs = {"budget": budget, "lookahead": "attend", "recall": recall, "resident": int(budget * resident)}
-    knobs["attend_resident"] = "selected"  # the paper's: only so is it known what the real query selects
-    return common.Row(name, "scout", {"tier": "split"} | knobs)
 
 
 def main(
@@ -56,9 +50,10 @@ def main(
     overall: list[dict[str, Any]] = []
     by_step: list[dict[str, Any]] = []
     by_layer: list[dict[str, Any]] = []
-    for name in tqdm(ROWS):
+    for name, (recall, resident) in tqdm(ROWS.items()):
+        knobs = KNOBS | {"budget": budget, "recall": recall, "resident": int(budget * resident)}
         with torch.inference_mode():
-            cache: Any = row_of(name, budget).make_cache(model)
+            cache: Any = common.Row(name, "scout", knobs).make_cache(model)
             common.prefill(model, cache, ids[:, :-steps])
             common.decode(model, cache, ids[:, -steps:])
         stats = cache.stats().as_dict()

@@ -17,15 +17,18 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
 from torch import nn
-from transformers import AutoModelForCausalLM, Cache, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import common
 import hf_offload
@@ -37,35 +40,28 @@ KEYS = ("budget=1024", "samples=512")
 KINDS = ("first", "second", "begins", "usual", "fills")
 
 
-class Counter:
-    """Watches the calls of one module.
+@contextmanager
+def watching(layer: nn.Module) -> Iterator[list[str]]:
+    """The files of the frames of the package in the last call of a layer, in the order in which the frames began."""
+    files: list[str] = []
+    call = type(layer).__call__
 
-    Attributes:
-        files: of the last call's frames, in the order in which they began.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.files: list[str] = []
-        kind = type(module)
-
-        def call(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.files = []
-            sys.setprofile(self._see)
-            try:
-                return kind.__call__(this, *args, **kwargs)
-            finally:
-                sys.setprofile(None)
-
-        module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-
-    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+    def see(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.files.append(frame.f_code.co_filename)
+            files.append(frame.f_code.co_filename)
 
-    def counts(self) -> tuple[int, int, int]:
-        """Frames, changes of file and files of the last call."""
-        changes = sum(one != other for one, other in pairwise(self.files))
-        return len(self.files), changes, len(set(self.files))
+    def watched(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if this is not layer:
+            return call(this, *args, **kwargs)
+        files.clear()
+        sys.setprofile(see)
+        try:
+            return call(this, *args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    with mock.patch.object(type(layer), "__call__", watched):
+        yield files
 
 
 def kind_of(number: int, length: int) -> str:
@@ -75,13 +71,15 @@ def kind_of(number: int, length: int) -> str:
     return {0: "begins", BLOCK_SIZE - 1: "fills"}.get(length % BLOCK_SIZE, "usual")
 
 
-def measure(model: PreTrainedModel, counter: Counter, cache: Cache, ids: torch.Tensor, context: int) -> dict[str, Any]:
-    """Frames, changes and files of each kind of step."""
+def measure(model: PreTrainedModel, row: common.Row, ids: torch.Tensor, context: int) -> dict[str, Any]:
+    """Frames, changes of file and files of each kind of step."""
+    cache, found = row.make_cache(model), defaultdict(list)
     common.prefill(model, cache, ids[:, :context], chunk=2048)
-    found = defaultdict(list)
-    for number, token in enumerate(ids[:, context:].split(1, 1)):
-        model(token, past_key_values=cache)
-        found[kind_of(number, context + number)].append(counter.counts())
+    with watching(model.model.layers[LAYER]) as files:
+        for number, token in enumerate(ids[:, context:].split(1, 1)):
+            model(token, past_key_values=cache)
+            changes = sum(one != other for one, other in pairwise(files))
+            found[kind_of(number, context + number)].append((len(files), changes, len(set(files))))
     return {kind: [statistics.median_low(column) for column in zip(*found[kind], strict=True)] for kind in KINDS}
 
 
@@ -99,20 +97,13 @@ def main(
         for tier in tiers.split(",")
         if tier == "split" or row.options.get("lookahead") not in ("attend", "select")  # which need two memories
     ]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=576, intermediate_size=96, num_hidden_layers=4, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, max_position_embeddings=length + BLOCKS * BLOCK_SIZE,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = common.random_llama(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64).bfloat16()
     ids = torch.randint(3, 150, (1, length + BLOCKS * BLOCK_SIZE))
-    counter = Counter(model.model.layers[LAYER])
     records = []
     with torch.inference_mode():
         for tier, row in chosen:
-            options = {**row.options, "tier": tier, "block_size": BLOCK_SIZE}
-            cache = common.Row(row.name, row.policy, options).make_cache(model)
-            for kind, (frames, changes, files) in measure(model, counter, cache, ids, length).items():
+            set_up = common.Row(row.name, row.policy, {**row.options, "tier": tier, "block_size": BLOCK_SIZE})
+            for kind, (frames, changes, files) in measure(model, set_up, ids, length).items():
                 told = {"step": kind, "frames": frames, "changes": changes, "files": files}
                 records.append({"row": row.name, "tier": tier, "context": length, **told})
     common.write_csv(out, records)

@@ -10,6 +10,7 @@ are unpacked into a dtype. Each prompt is read by a new `HybridCache(model, "sco
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from typing import Annotated, Any
 
 import torch
@@ -41,7 +42,7 @@ def main(
     prompt: Annotated[int, typer.Option(min=16, help="Tokens of the prompt.")] = 512,
     steps: common.StepsOption = 16,
     rounds: common.RoundsOption = 6,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads of torch; 0 leaves torch's own choice.")] = 0,
+    threads: common.ThreadsOption = 0,
     out: common.OutOption = common.RESULTS / "gguf_dtypes.csv",
 ) -> None:
     """Measure the ways to load a GGUF file for a CPU."""
@@ -52,8 +53,8 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(source, **packed)
     ids = common.window(hf_offload.demo_text("documentation"), tokenizer, 0, prompt + WARM_UP + steps)
     rows = [(way, made, fast) for way, made in models_of(model).items() for fast in (False, True)]
-    seconds: dict[tuple[str, bool], list[float]] = {(way, fast): [] for way, _, fast in rows}
-    tokens: dict[tuple[str, bool], list[float]] = {key: [] for key in seconds}
+    seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    tokens: dict[tuple[str, bool], list[float]] = defaultdict(list)
     with torch.inference_mode():
         for turn, (way, made, fast) in common.in_turns(rows, rounds + 1):
             handle = hf_offload.fast_linear(made) if fast else None

@@ -7,7 +7,7 @@ Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -114,19 +114,7 @@ def digest_bytes(cache: Any) -> int:
     return sum(store.sealed * store.digests.block_bytes for store in stores_of(cache) if store.digests is not None)
 
 
-def used_bytes(caches: Iterable[Any]) -> int:
-    """Bytes of the blocks in use by some caches; pools and blocks that they share count once."""
-    pools = _pools(caches)
-    for pool in pools:
-        pool._collect()
-    slabs = [slabs for pool in pools for slabs in (pool._plain, pool._packed)]
-    return sum((each.records - len(each.free)) * each.nbytes for each in slabs)
-
-
-def slab_bytes(caches: Iterable[Any]) -> int:
-    """Bytes that the pools of some caches have taken, in use or not."""
-    return sum(slab.nbytes for pool in _pools(caches) for slab in (*pool.slabs, *pool.packed_slabs))
-
-
-def _pools(caches: Iterable[Any]) -> list[Any]:
-    return list({id(store.pool): store.pool for cache in caches for store in stores_of(cache)}.values())
+def slab_bytes(cache: Any) -> int:
+    """Bytes that the pools of a cache have taken, in use or not."""
+    pools = {id(store.pool): store.pool for store in stores_of(cache)}.values()
+    return sum(slab.nbytes for pool in pools for slab in (*pool.slabs, *pool.packed_slabs))

@@ -22,16 +22,17 @@ import pkgutil
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, ModuleType
+from contextvars import ContextVar, copy_context
+from types import FunctionType
 from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import typer
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import common
 import hf_offload
@@ -61,135 +62,85 @@ KNOWN["all"] = list(ROWS)
 
 Place = tuple[int, int | None]
 """A step and a layer; None: outside of the layers."""
+PLACE: ContextVar[Place] = ContextVar("place", default=(-1, None))
+"""Where the model is, or was when it submitted the job that runs here."""
+Found = dict[Place, dict[str, list[str]]]
+"""Launches by place and by who launched them, in their order."""
 
 
-def kernels_of(module: ModuleType) -> dict[FunctionType, str]:
-    """The public functions of a module that launch a Triton kernel, and its name."""
-    mine = {name: f for name, f in vars(module).items() if getattr(f, "__module__", None) == module.__name__}
-    own = {name: f for name, f in mine.items() if isinstance(f, FunctionType)}
-
-    def kernel(function: FunctionType) -> str | None:
-        names = function.__code__.co_names
-        inner = (kernel(own[name]) for name in names if name.startswith("_") and name in own)
-        return next((name for name in names if name.endswith("_kernel")), None) or next(filter(None, inner), None)
-
-    return {f: found for name, f in own.items() if not name.startswith("_") and (found := kernel(f))}
+def kernel_of(function: FunctionType, own: dict[str, FunctionType]) -> str | None:
+    """The Triton kernel that a function launches by itself or by private ones of the `own` functions of its module."""
+    names = function.__code__.co_names
+    if found := next((name for name in names if name.endswith("_kernel")), None):
+        return found
+    inner = (kernel_of(own[name], own) for name in names if name.startswith("_") and name in own)
+    return next(filter(None, inner), None)
 
 
 def all_kernels() -> dict[FunctionType, str]:
-    """`kernels_of` all modules of the package with Triton kernels."""
+    """The public functions of the package that launch a Triton kernel, and its name."""
     names = [f"hf_offload.gpu.{found.name}" for found in pkgutil.iter_modules(hf_offload.gpu.__path__)]
-    modules = [*map(importlib.import_module, names), resident_weights]
-    return {function: kernel for module in modules for function, kernel in kernels_of(module).items()}
+    kernels = {}
+    for module in [*map(importlib.import_module, names), resident_weights]:
+        functions = {name: f for name, f in vars(module).items() if isinstance(f, FunctionType)}
+        own = {name: f for name, f in functions.items() if f.__module__ == module.__name__}
+        kernels |= {f: kernel for name, f in own.items() if name[0] != "_" and (kernel := kernel_of(f, own))}
+    return kernels
 
 
-class Log:
-    """Launches by step, layer, and who launched them, each in their order."""
+@contextmanager
+def watching(layers: list[nn.Module]) -> Iterator[Found]:
+    """Note all launches, and in which of these layers they are."""
+    found: Found = defaultdict(lambda: defaultdict(list))
+    numbers = {layer: number for number, layer in enumerate(layers)}
 
-    def __init__(self) -> None:
-        self.found: dict[Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        self._here = threading.local()
-        self.place: Place = (-1, None)
-
-    @property
-    def place(self) -> Place:
-        """Where this thread is."""
-        place: Place = self._here.place
-        return place
-
-    @place.setter
-    def place(self, place: Place) -> None:
-        self._here.place = place
-
-    def note(self, by: str, *kernels: str) -> None:
-        """Note launches here."""
-        beside = by == "CPU" and threading.current_thread() is not threading.main_thread()
-        self.found[self.place]["beside" if beside else by] += kernels
-
-    @contextmanager
-    def watching(self, layers: list[nn.Module]) -> Iterator[None]:
-        """Note all launches, and in which of these layers they are."""
-        with ExitStack() as patches:
-            for function, kernel in all_kernels().items():
-                for module in [module for name, module in sys.modules.items() if name.startswith("hf_offload")]:
-                    for name in [name for name, value in vars(module).items() if value is function]:
-                        patches.enter_context(mock.patch.object(module, name, self._noting(function, kernel)))
-            for cls, name, kernels in (
-                (LaunchSequence, "run", lambda sequence: sequence.launches),
-                (Launch, "__call__", lambda launch: (launch,)),
-            ):
-                patches.enter_context(mock.patch.object(cls, name, self._noting_cpu(getattr(cls, name), kernels)))
-            patches.enter_context(mock.patch.object(Worker, "submit", self._following(Worker.submit)))
-            numbers, kind = {layer: number for number, layer in enumerate(layers)}, type(layers[0])
-            patches.enter_context(mock.patch.object(kind, "__call__", self._numbered(kind.__call__, numbers)))
-            yield
-
-    def _noting(self, function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+    def noting(by: str, function: Callable[..., Any], kernels: Callable[..., list[str]]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            self.note("GPU", kernel)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            beside = by == "CPU" and threading.current_thread() is not threading.main_thread()
+            found[PLACE.get()]["beside" if beside else by] += kernels(*args)
             return function(*args, **kwargs)
 
-        return noting
+        return noted
 
-    def _noting_cpu(
-        self, method: Callable[..., Any], launches: Callable[[Any], Sequence[Launch]]
-    ) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def noting(this: Any, *args: Any) -> Any:
-            self.note("CPU", *(launch.kernel.__name__ for launch in launches(this)))
-            return method(this, *args)
+    def numbered(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = PLACE.set((PLACE.get()[0], numbers[layer]))
+        try:
+            return call(layer, *args, **kwargs)
+        finally:
+            PLACE.reset(before)
 
-        return noting
+    def placed(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        return submit(worker, functools.partial(copy_context().run, work), *args, **kwargs)
 
-    def _following(self, submit: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(submit)
-        def following(worker: Worker, work: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-            place = self.place
-
-            def placed() -> Any:
-                self.place = place
-                return work()
-
-            return submit(worker, placed, *args, **kwargs)
-
-        return following
-
-    def _numbered(self, call: Callable[..., Any], numbers: dict[nn.Module, int]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def numbered(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            step, before = self.place
-            self.place = step, numbers[layer]
-            try:
-                return call(layer, *args, **kwargs)
-            finally:
-                self.place = step, before
-
-        return numbered
-
-
-def make_model() -> PreTrainedModel:
-    """The model."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return model
+    run, launch, submit, call = LaunchSequence.run, Launch.__call__, Worker.submit, type(layers[0]).__call__
+    changes: list[tuple[Any, str, Callable[..., Any]]] = [
+        (LaunchSequence, "run", noting("CPU", run, lambda this: [one.kernel.__name__ for one in this.launches])),
+        (Launch, "__call__", noting("CPU", launch, lambda this: [this.kernel.__name__])),
+        (Worker, "submit", placed),
+        (type(layers[0]), "__call__", numbered),
+    ]
+    for function, kernel in all_kernels().items():
+        noted = noting("GPU", function, lambda *_, kernel=kernel: [kernel])
+        homes = [module for name, module in sys.modules.items() if name.startswith("hf_offload")]
+        changes += [(home, name, noted) for home in homes for name, value in vars(home).items() if value is function]
+    with ExitStack() as patches:
+        for change in changes:
+            patches.enter_context(mock.patch.object(*change))
+        yield found
 
 
 def measure(row: common.Row, model: PreTrainedModel, ids: torch.Tensor, context: int) -> list[dict[str, Any]]:
     """The launches of each kind of step and layer, as records."""
     cache: Any = row.make_cache(model)
-    log, kinds = Log(), {}
-    with torch.inference_mode(), log.watching(list(model.model.layers)):
+    kinds = {}
+    with torch.inference_mode(), watching(list(model.model.layers)) as found:
         model(ids[:, :context], past_key_values=cache)
         recalls = [layer.recalls for layer in cache.stats().layers]
         for step, token in enumerate(ids[:, context:].split(1, 1)):
-            log.place = step, None
+            place = PLACE.set((step, None))
             model(token, past_key_values=cache)
-            log.place = -1, None
+            PLACE.reset(place)
             before, recalls = recalls, [layer.recalls for layer in cache.stats().layers]
             for number in LAYERS:
                 recalled = number is not None and recalls[number] > before[number]
@@ -198,7 +149,7 @@ def measure(row: common.Row, model: PreTrainedModel, ids: torch.Tensor, context:
         cache.drain()
     alike: Counter[Any] = Counter()
     for place, kind in kinds.items():
-        launched = sorted((by, tuple(kernels)) for by, kernels in log.found[place].items())
+        launched = sorted((by, tuple(kernels)) for by, kernels in found[place].items())
         alike[place[1], kind, tuple(launched)] += 1
     return [
         {"row": row.name, "layer": LAYERS[number], "step": kind, "steps": steps, "by": by, "order": i, "kernel": kernel}
@@ -217,7 +168,7 @@ def main(
     (length,) = common.numbers(context)
     knobs = {"tier": "split", "block_size": BLOCK_SIZE, "threads": 1}  # one thread: jobs in the order of submission
     chosen = [common.Row(row.name, row.policy, knobs | row.options) for row in common.rows_of(rows, known=KNOWN)]
-    model = make_model()
+    model = common.random_llama()
     common.check_rows(chosen, model)
     ids = torch.randint(3, 150, (1, length + STEPS), generator=torch.Generator().manual_seed(0))
     records = [record for row in chosen for record in measure(row, model, ids, length)]

@@ -22,7 +22,6 @@ import importlib.util
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -102,32 +101,29 @@ class WithLlama:
             n_threads_batch=self.threads, flash_attn=True, n_gpu_layers=-1 if torch.cuda.is_available() else 0,
             verbose=False,
         )  # fmt: skip
-        start = time.perf_counter()
-        self.llama.eval(ids.tolist())
-        return time.perf_counter() - start
+        with common.clock() as seconds:
+            self.llama.eval(ids.tolist())
+        return seconds[0]
 
     def decode(self, tokens: Sequence[int]) -> tuple[list[float], np.ndarray]:
         """Decode given tokens one by one; returns milliseconds and logits `[N, V]`."""
         from llama_cpp import llama_get_logits
 
-        times, logits = [], []
+        seconds: list[float] = []
+        logits = []
         for token in tokens:
-            start = time.perf_counter()
-            self.llama.eval([token])
-            found = np.ctypeslib.as_array(llama_get_logits(self.llama.ctx), (self.llama.n_vocab(),))
-            times.append((time.perf_counter() - start) * 1000)
+            with common.clock(seconds):
+                self.llama.eval([token])
+                found = np.ctypeslib.as_array(llama_get_logits(self.llama.ctx), (self.llama.n_vocab(),))
             logits.append(found.copy())
-        return times, np.stack(logits)
+        return [1000 * each for each in seconds], np.stack(logits)
 
 
 def begin(way: str, *how: Any) -> None:
     """Make this process that of one way."""
     global _serving, _before
     _before = common.resident_bytes()
-    try:
-        _serving = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
-    except Exception as error:
-        raise RuntimeError(f"{way}: {error!r}") from None
+    _serving = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
 
 
 def serve(method: str, *arguments: Any) -> tuple[Any, int]:
@@ -207,25 +203,19 @@ def available(model: str | None, gguf: Path | None) -> list[str]:
     return ways
 
 
-def measure(
-    processes: list[Process], ids: np.ndarray, length: int, rounds: int, steps: int, bar: tqdm[Any]
-) -> list[dict[str, Any]]:
+def measure(processes: list[Process], ids: np.ndarray, length: int, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Let every way read the first `length` tokens and then decode what follows, in turns; returns a row a way."""
     each, found = WARM_UP + steps, []
-    for process in processes:
-        bar.set_description(f"{length:,} tokens: {process.way} reads the prompt")
+    for process in tqdm(processes, desc=f"prompts of {length:,} tokens", leave=False):
         seconds = process.call("prefill", ids[:length], rounds * each)
         found.append({"way": process.way, "context": length, "prefill_s": seconds})
-        bar.update()
     times: dict[str, list[float]] = {process.way: [] for process in processes}
     logits: dict[str, list[np.ndarray]] = {process.way: [] for process in processes}
     for turn, process in common.in_turns(processes, rounds):
-        bar.set_description(f"{length:,} tokens: {process.way} decodes")
         part = ids[length + turn * each : length + (turn + 1) * each]
         milliseconds, values = process.call("decode", part.tolist())
         times[process.way] += milliseconds[WARM_UP:]
         logits[process.way].append(values)
-        bar.update()
     logprobs = {way: torch.from_numpy(np.concatenate(x)).double().log_softmax(-1) for way, x in logits.items()}
     for row, process in zip(found, processes, strict=True):
         kl = divergence(logprobs[process.way], logprobs[DYNAMIC])[0].mean() if DYNAMIC in logprobs else None
@@ -248,8 +238,8 @@ def main(
     """Measure prefill and decoding beside Transformers' own caches and llama.cpp."""
     known = available(setting.model, gguf)
     chosen = known if ways is None else [way.strip() for way in ways.split(",")]
-    if unknown := [way for way in chosen if way not in known]:
-        raise typer.BadParameter(f"--ways {', '.join(unknown)}: this machine and model allow {', '.join(known)}")
+    if not set(chosen) <= set(known):
+        raise typer.BadParameter(f"--ways {ways}: this machine and model allow {', '.join(known)}")
     lengths = sorted(common.numbers(contexts))
     policy = "scout" if budget is None else f"scout:budget={budget}"
     with tempfile.TemporaryDirectory() as folder:
@@ -259,17 +249,15 @@ def main(
         tokens = lengths[-1] + rounds * (WARM_UP + steps)
         ids = common.window(hf_offload.demo_text("code"), tokenizer_of(setting.model), 0, tokens)[0].numpy()
         records: list[dict[str, Any]] = []
-        with tqdm(total=(len(lengths) + 1) * len(chosen) * (1 + rounds)) as bar:
-            bar.set_description("loading the model for each way")
-            processes = [Process(way, setting, gguf and str(gguf), budget) for way in chosen]
-            # Kernels are compiled when they first run; a context beyond the budget needs all of them.
-            measure(processes, ids, min((budget or 1024) + 512, lengths[-1]), rounds, steps, bar)
-            for length in lengths:
-                found = measure(processes, ids, length, rounds, steps, bar)
-                records += [row | {"policy": policy, "steps": steps * rounds} for row in found]
-                setting.write(records)
-            for process in processes:
-                process.pool.shutdown()
+        processes = [Process(way, setting, gguf and str(gguf), budget) for way in tqdm(chosen, desc="loading")]
+        # Kernels are compiled when they first run; a context beyond the budget needs all of them.
+        measure(processes, ids, min((budget or 1024) + 512, lengths[-1]), rounds, steps)
+        for length in lengths:
+            found = measure(processes, ids, length, rounds, steps)
+            records += [row | {"policy": policy, "steps": steps * rounds} for row in found]
+            setting.write(records)
+        for process in processes:
+            process.pool.shutdown()
     if picture is not None:
         draw(records, picture)
     columns = ("way", "context", "prefill_s", "p20", "p50", "p80", "peak_mib", "kl")

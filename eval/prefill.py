@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -27,7 +27,6 @@ import common
 import hf_offload
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
-from hf_offload.model.hooks import cache_argument
 
 
 def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
@@ -60,18 +59,11 @@ def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds:
     heads, kv_heads, dim = shape
     ways = attention(heads, kv_heads, dim, length, common.DTYPES[dtype])
     work = 2 * heads * dim * length**2  # of the causal half two products; the matrix product has one, of all
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for call in ways.values():
-        call()
-    for _, (way, call) in common.in_turns(list(ways.items()), rounds):
-        start = time.perf_counter()
-        call()
-        seconds[way].append(time.perf_counter() - start)
+    facts = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype}
     records = []
-    for way, found in seconds.items():
+    for way, found in common.time_in_turns({way: lambda call=call: call for way, call in ways.items()}, rounds).items():
         spread = common.percentiles(found)
-        facts = {"way": way, "heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype}
-        records.append({**facts, **spread, "gflops": work / spread["p50"] / 1e9})
+        records.append({"way": way, **facts, **spread, "gflops": work / spread["p50"] / 1e9})
     _, torchs, product = (record["gflops"] for record in records)
     return [r | {"of_torch": r["gflops"] / torchs, "of_matmul": r["gflops"] / product} for r in records]
 
@@ -82,14 +74,11 @@ def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tup
     cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
     gc.collect()
     trim_heap()  # what an earlier prompt has left
-    given = cache_argument(model, cache)
     before = common.resident_bytes()
     common.forget_peak()
-    with torch.inference_mode():
-        start = time.perf_counter()
-        for part in ids.split(chunk or ids.shape[1], 1):
-            model(part, **given, logits_to_keep=1)
-        return time.perf_counter() - start, (common.peak_bytes() - before) / 2**20
+    with torch.inference_mode(), common.clock() as seconds:
+        common.prefill(model, cache, ids, chunk or None)
+    return seconds[0], (common.peak_bytes() - before) / 2**20
 
 
 def main(
@@ -122,7 +111,7 @@ def main(
         read(model, "hf_offload", ids[:, :600], 0)  # compiles
         each = [chunk for chunk in common.numbers(chunks) if chunk < context]
         rows = [(way, chunk) for chunk in each for way in ("hf_offload", "DynamicCache")]
-        found: dict[Any, list[tuple[float, float]]] = {row: [] for row in rows}
+        found: dict[Any, list[tuple[float, float]]] = defaultdict(list)
         for _, row in common.in_turns(rows, max(rounds // 2, 1)):
             found[row].append(read(model, row[0], ids, row[1]))
         for (way, chunk), times in found.items():

@@ -11,9 +11,9 @@ largest of the steps' largest differences. For comparison `other` decodes after 
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -27,21 +27,16 @@ from hf_offload.model.model_support import NAME
 from hf_offload.tools import measuring
 
 DRAFTS, NOISE = 8, 1e-7
-Way = Callable[[PreTrainedModel, common.Row, measuring.Reading], torch.Tensor]
+Way = Callable[[PreTrainedModel, common.Row, measuring.Reading, HybridCache], torch.Tensor]
+"""Log probabilities `[steps, V]` of what follows a reading; its last argument holds the reading's context."""
 
 
-def plain(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    """Log probabilities `[steps, V]`; the other ways give the same."""
-    return measuring.follow(model, _cache(model, row, reading), reading.following)[0]
+def plain(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
+    return measuring.follow(model, cache, reading.following)[0]
 
 
-def _cache(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> HybridCache:
-    return measuring.hold(model, row.policy, row.options, reading)
-
-
-@contextlib.contextmanager
-def noisy() -> Iterator[None]:
-    """Multiply queries of decode steps by 1 + `NOISE` · normal."""
+def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
+    """Queries are multiplied by 1 + `NOISE` · normal."""
     attend, generator = AttentionInterface()[NAME], torch.Generator().manual_seed(0)
 
     def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -50,19 +45,12 @@ def noisy() -> Iterator[None]:
 
     AttentionInterface.register(NAME, disturbed)
     try:
-        yield
+        return plain(model, row, reading, cache)
     finally:
         AttentionInterface.register(NAME, attend)
 
 
-def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    cache = _cache(model, row, reading)
-    with noisy():
-        return measuring.follow(model, cache, reading.following)[0]
-
-
-def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    cache = _cache(model, row, reading)
+def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
     cache.activate_past_recording()
     given = measuring.cache_argument(model, cache)
     parts = reading.following.split(DRAFTS, 1)  # type: ignore[no-untyped-call]
@@ -70,27 +58,25 @@ def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) 
     return torch.cat(logits).float().log_softmax(-1).cpu()
 
 
-def fork(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    cache = _cache(model, row, reading)
+def fork(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
     other = cache.fork()
     measuring.follow(model, cache, reading.context[:, :40])
-    return measuring.follow(model, other, reading.following)[0]
+    return plain(model, row, reading, other)
 
 
-def crop(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
-    cache = _cache(model, row, reading)
+def crop(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
     measuring.follow(model, cache, reading.context[:, :40])
     cache.crop(-40)
-    return measuring.follow(model, cache, reading.following)[0]
+    return plain(model, row, reading, cache)
 
 
-def load(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+def load(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
     with tempfile.TemporaryDirectory() as folder:
-        _cache(model, row, reading).save(folder)
-        return measuring.follow(model, HybridCache.load(folder, model), reading.following)[0]
+        cache.save(folder)
+        return plain(model, row, reading, HybridCache.load(folder, model))
 
 
-def batch(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+def batch(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
     """The first row begins behind padding, the second one is another text."""
     padding, start = 2 * row.options.get("block_size", 32), reading.context.shape[1]
     mine = reading.ids[0]
@@ -98,8 +84,8 @@ def batch(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -
     ids = torch.stack([padded, second])
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
-    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), HybridCache(model, row.policy, **row.options)
-    found, given = [], measuring.cache_argument(model, cache)
+    positions, both = (mask.cumsum(1) - 1).clamp(min=0), HybridCache(model, row.policy, **row.options)
+    found, given = [], measuring.cache_argument(model, both)
     stops = range(start + padding, ids.shape[1] + 1)  # one piece, as statistics of digests come from the first
     for first, stop in zip([0, *stops], stops, strict=False):
         now = {"attention_mask": mask[:, :stop], "position_ids": positions[:, first:stop]}
@@ -107,10 +93,11 @@ def batch(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -
     return torch.stack(found[-reading.following.shape[1] :]).float().log_softmax(-1).cpu()
 
 
-def other(model: PreTrainedModel, row: common.Row, reading: measuring.Reading) -> torch.Tensor:
+def other(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
     ids = reading.ids.clone()
     ids[0, 0] = (ids[0, 0] + 1) % model.config.vocab_size
-    return plain(model, row, measuring.read(model, ids, reading.following.shape[1]))
+    changed = measuring.read(model, ids, reading.following.shape[1])
+    return plain(model, row, changed, measuring.hold(model, row.policy, row.options, changed))
 
 
 WAYS: dict[str, Way] = {way.__name__: way for way in (noise, drafts, fork, crop, load, batch, other)}
@@ -133,9 +120,7 @@ def main(
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
     """Compare ways to decode the same tokens."""
-    chosen, names = common.rows_of(rows), ways.split(",")
-    if unknown := sorted(set(names) - set(WAYS)):
-        raise typer.BadParameter(f"{', '.join(unknown)}: no way; use {', '.join(WAYS)}")
+    chosen, names = common.rows_of(rows), common.listed(ways, WAYS, "ways")
     model, tokenizer = setting.load()
     model.set_attn_implementation("hybrid_sparse")
     common.check_rows(chosen, model)
@@ -146,9 +131,10 @@ def main(
             ids = setting.window(tokenizer, kind, common.OFFSETS[kind][0], length + steps)
             reading = measuring.read(model, ids.to(model.device), steps)
             for row in chosen:
-                want = plain(model, row, reading)
+                held = partial(measuring.hold, model, row.policy, row.options, reading)
+                want = plain(model, row, reading, held())
                 for name in names:
-                    told = compared(WAYS[name](model, row, reading), want)
+                    told = compared(WAYS[name](model, row, reading, held()), want)
                     lines.append({"row": row.name, "context": length, "kind": kind, "steps": steps, "way": name} | told)
                     bar.update()
     setting.write(lines)

@@ -15,7 +15,6 @@ are measured: from memory, from disk with the files in the system's page cache a
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import tempfile
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import common
 import hf_offload
-from inside import used_bytes
+from hf_offload.model.hooks import cache_argument
 
 QUESTIONS = (
     "\n\nQuestion: What is this text about?\nAnswer:",
@@ -42,13 +41,14 @@ TURNS = ("row", "tokens", "turn_none_s", "turn_ram_s", "turn_disk_s", "turn_cold
 
 
 def go_on(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -> tuple[torch.Tensor, list[float]]:
-    """Greedy steps after a token `[1, 1]`: their logits `[steps, V]`, and the seconds that each took."""
-    logits, seconds = [], []
+    """Greedy steps after a token `[1, 1]`: their logits `[steps, V]`, and the milliseconds that each took."""
+    logits, milliseconds = [], []
     for _ in range(steps):
-        with common.clock(seconds):
-            logits.append(model(token, past_key_values=cache).logits[:, -1])
+        taken, found = common.decode(model, cache, token)
+        logits.append(found[0])
+        milliseconds += taken
         token = logits[-1].argmax(-1, keepdim=True)
-    return torch.cat(logits), seconds
+    return torch.cat(logits), milliseconds
 
 
 def forget_file(path: Path) -> None:
@@ -62,7 +62,6 @@ def turns(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: common.Row, ids: torch.Tensor, repeats: int
 ) -> dict[str, float]:
     """Seconds to the first token of a second turn, by where the first one is found, and bytes of the store."""
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     seconds: dict[str, list[float]] = {name: [] for name in TURNS[2:]}
 
     def made(min_seconds: float) -> hf_offload.PrefixStore:
@@ -74,8 +73,8 @@ def turns(
             assert found.source == source
             if source is None:
                 found.read(chunk=2048)
-            given = {"attention_mask": torch.ones_like(prompt), argument: found.cache}
-            model.generate(prompt, **given, max_new_tokens=1, pad_token_id=0)
+            given = cache_argument(model, found.cache)
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), **given, max_new_tokens=1, pad_token_id=0)
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -100,13 +99,15 @@ def turns(
 
 
 def fork_bytes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any, steps: int) -> float:
-    """Fork a cache for every question and answer it: bytes held by all against one."""
-    one, forks = used_bytes([cache]), []
-    for question in QUESTIONS:
-        forks.append(cache.fork())
-        logits = common.prefill(model, forks[-1], common.ids_of(tokenizer, question, model.device))
-        go_on(model, forks[-1], logits.argmax(-1, keepdim=True), steps)
-    return used_bytes([cache, *forks]) / one
+    """Fork a cache for every question and answer it: bytes held by all, shared ones once, against one."""
+    one = total = cache.stats().as_dict()["host_bytes"]
+    forks = [cache.fork() for _ in QUESTIONS]
+    for question, fork in zip(QUESTIONS, forks, strict=True):
+        logits = common.prefill(model, fork, common.ids_of(tokenizer, question, model.device))
+        go_on(model, fork, logits.argmax(-1, keepdim=True), steps)
+        told = fork.stats().as_dict()
+        total += told["host_bytes"] - told["shared_bytes"]
+    return total / one
 
 
 def measure(
@@ -138,8 +139,8 @@ def measure(
     return {
         "row": row.name, "tokens": ids.shape[1], **found,
         "speedup": found["prefill_s"] / (found["save_s"] + found["load_s"]), "identical": same, "disk_bytes": size,
-        "first_step_ms": 1000 * cold[0], "fork_first_step_ms": 1000 * warm[0],
-        "step_ms": 1000 * float(np.median(cold[1:])), "fork_bytes": fork_bytes(model, tokenizer, cache, steps),
+        "first_step_ms": cold[0], "fork_first_step_ms": warm[0],
+        "step_ms": float(np.median(cold[1:])), "fork_bytes": fork_bytes(model, tokenizer, cache, steps),
         **turns(model, tokenizer, row, ids, repeats),
     }  # fmt: skip
 

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import typer
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import common
 from inside import slab_bytes
@@ -34,21 +33,11 @@ ROWS = {
 }
 
 
-def tiny() -> PreTrainedModel:
-    """A random Llama of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=1 << 16,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation="hybrid_sparse").eval()
-
-
 @torch.inference_mode()
 def soak(row: common.Row, steps: int, context: int, every: int, threads: int) -> list[dict[str, Any]]:
     """Run one row; returns its samples, in bytes and objects."""
     torch.set_num_threads(threads or torch.get_num_threads())
-    model = tiny()
+    model = common.random_llama(vocab_size=256, num_hidden_layers=2)
     cache, chance = row.make_cache(model), random.Random(0)
     vocabulary, start, samples = model.config.vocab_size, time.perf_counter(), []
 
@@ -69,7 +58,7 @@ def soak(row: common.Row, steps: int, context: int, every: int, threads: int) ->
             held = {name: stats[name] for name in ("host_bytes", "digest_bytes", "resident_bytes")}
             told = {"row": row.name, "model": "tiny", "step": step, "seconds": time.perf_counter() - start}
             told |= {"context": cache.get_seq_length(), "rss_bytes": common.resident_bytes()}
-            samples.append(told | {"slab_bytes": slab_bytes([cache]), **held, "objects": len(gc.get_objects())})
+            samples.append(told | {"slab_bytes": slab_bytes(cache), **held, "objects": len(gc.get_objects())})
     return samples
 
 

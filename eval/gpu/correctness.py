@@ -68,18 +68,8 @@ def cases(options: Options) -> Cases:
 
 
 def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
-    """Run a suite in the time that is left."""
+    """Run a suite in the time that is left: what it counted; what it printed last and what failed goes into the log."""
     seconds = min(suite.seconds, seconds_left() - 5)
-    row, text = run_tests(suite, seconds)
-    yield {"suite": name, **row}
-    if row["status"] == "ended" and seconds < suite.seconds and not row["failed"]:
-        raise TimeUp(text)
-    if row["status"] != "passed":
-        raise AssertionError(text)
-
-
-def run_tests(suite: Suite, seconds: float) -> tuple[dict[str, Any], str]:
-    """One run of pytest: what it counted, and the end of what it printed, what has failed first."""
     workers = min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
     # Test by test: a run that is ended in the midst has told of those before.
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", "--continue-on-collection-errors"]
@@ -99,9 +89,14 @@ def run_tests(suite: Suite, seconds: float) -> tuple[dict[str, Any], str]:
             end(process)
         log.seek(0)
         text = log.read()
+    row = {"suite": name, "status": status, **counted(text), "seconds": time.monotonic() - start}
+    yield row
     failed = [line for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)]
     told = "\n".join([*failed, text[-LOG_CHARACTERS:]])
-    return {"status": status, **counted(text), "seconds": time.monotonic() - start}, told
+    if status == "ended" and seconds < suite.seconds and not row["failed"]:
+        raise TimeUp(told)
+    if status != "passed":
+        raise AssertionError(told)
 
 
 def counted(text: str) -> dict[str, int]:

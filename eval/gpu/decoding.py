@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from common import Row, numbers, percentiles
+from common import Row, clock, numbers, percentiles
 from gpu import models
 from gpu.options import FREE, FULL, STOCK, VARIANTS, Options
 from gpu.replay import Replay, Script, parse, write_script
@@ -24,20 +23,21 @@ SECONDS, SECONDS_A_GIB = 150, 1.5  # a row, its filling included: memory is pinn
 TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
 FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has so many slots at most
 STEP_SECONDS = 15  # of a row for the steps that count, if there have been a few
+K = 1 << 10
 
 SHOWN = (
     "context", "batch", "row", "replay", "p50", "tokens_per_s", "cpu_ratio", "dense_share", "device_kv_gib", "note",
 )  # fmt: skip
 FEW, MANY = "miss=0.1,drift=0.15,recall=4", "miss=0.2,drift=0.2,recall=1"
 """Scripts (`gpu.replay`) of choices like a trained model's with 1.5 budgets and with one budget resident."""
-# Context (k), batch, row and script of the cases that tell most, which come first: time may be up before the last.
+# Context, batch, row and script of the cases that tell most, which come first: time may be up before the last.
 FIRST = (
-    (32, 1, "default-graph", None), (32, 1, f"{FULL}-graph", None), (32, 1, "scout-graph", FEW),
-    (32, 8, f"{FULL}-graph", None), (32, 8, "default-graph", None), (32, 8, "scout-graph", FEW),
-    (64, 8, "scout-graph", FEW), (64, 8, "default-graph", None), (32, 8, "chosen-graph", None),
-    (32, 1, "dynamic", None), (32, 1, "drawn-graph", None), (32, 8, "scout-graph", MANY),
-    (64, 8, f"{FULL}-graph", None), (32, 1, "scout", FEW),
-    (32, 8, "offloading", None),  # of one row, what launches and weights take would hide the cache
+    (32 * K, 1, "default-graph", None), (32 * K, 1, f"{FULL}-graph", None), (32 * K, 1, "scout-graph", FEW),
+    (32 * K, 8, f"{FULL}-graph", None), (32 * K, 8, "default-graph", None), (32 * K, 8, "scout-graph", FEW),
+    (64 * K, 8, "scout-graph", FEW), (64 * K, 8, "default-graph", None), (32 * K, 8, "chosen-graph", None),
+    (32 * K, 1, "dynamic", None), (32 * K, 1, "drawn-graph", None), (32 * K, 8, "scout-graph", MANY),
+    (64 * K, 8, f"{FULL}-graph", None), (32 * K, 1, "scout", FEW),
+    (32 * K, 8, "offloading", None),  # of one row, what launches and weights take would hide the cache
 )  # fmt: skip
 
 Case = tuple[int, int, str, str | None]
@@ -45,24 +45,29 @@ Case = tuple[int, int, str, str | None]
 each step."""
 
 
+def scripts_of(options: Options, row: str) -> tuple[str | None, ...]:
+    """The scripts by which a row is to choose; None: it chooses by itself."""
+    if row.removesuffix("-graph") not in VARIANTS:
+        return (None,)
+    if options.replay is not None:
+        return (options.replay,)
+    return (FEW, MANY) if row == "scout-graph" else (FEW,)
+
+
 def chosen_cases(options: Options) -> list[Case]:
     """The cases in the order of their worth."""
-    rows, usual = options.rows.replace(" ", "").split(","), Options()
-    asked = (
-        (context, batch, row, (options.replay or FEW) if row.removesuffix("-graph") in VARIANTS else None)
-        for context, batch, row in itertools.product(numbers(options.contexts), numbers(options.batches), rows)
-    )
-    whole = (options.contexts, options.batches, options.replay) == (usual.contexts, usual.batches, None)
-    first = [(context << 10, *rest) for context, *rest in FIRST if rest[1] in rows and whole]
-    return list(dict.fromkeys([*first, *asked]))
+    rows = options.rows.replace(" ", "").split(",")
+    asked = itertools.product(numbers(options.contexts), numbers(options.batches), rows)
+    every: list[Case] = [(*case, script) for case in asked for script in scripts_of(options, case[2])]
+    return sorted(every, key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
 
 
 def cases(options: Options) -> Cases:
     """A case a row, context and batch."""
-    config, found = models.config_of(options), Cases()
+    sizes, found = models.shape(options), Cases()
     for context, batch, row, script in chosen_cases(options):
         name = f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}"
-        gib = models.kv_bytes(config, context * batch, options.dtype.itemsize) / 2**30
+        gib = sizes.layers * sizes.token_bytes * context * batch / 2**30
         work = functools.partial(row_of, options, context, batch, row, script)
         found[name] = SECONDS + SECONDS_A_GIB * gib, work
     return found
@@ -72,7 +77,7 @@ def row_of(options: Options, context: int, batch: int, name: str, script: str | 
     """One row of results; with a note alone where it does not fit."""
     facts = {"context": context, "batch": batch, "row": name, "replay": script or "none", "layers": options.layers}
     try:
-        yield facts | measure(options, models.build(options), context, batch, name, script)
+        yield facts | measure(options, context, batch, name, script)
     except (NotApplicable, torch.OutOfMemoryError) as reason:
         yield facts | {"note": str(reason).splitlines()[0]}
         raise
@@ -103,40 +108,32 @@ def make_row(options: Options, name: str, script: Script | None, block: int, con
             del knobs["resident"]
         return Row(name, Scout(**budget, **small, **FREE[kind]), knobs)
     policy: dict[str, Any] = {"dense": False, **budget, **small, **VARIANTS[kind]}
-    if script is None:
-        return Row(name, Scout(**policy), knobs)
+    assert script is not None
     return Row(name, Replay(**{"recall": script.interval, **policy}, script=script), knobs)
 
 
 @functools.cache
-def script_of(options: Options, replay: str, heads: int, context: int, batch: int, block: int) -> Script:
+def script_of(options: Options, replay: str, context: int, batch: int, block: int) -> Script:
     """The script of these numbers for a context and batch."""
     sinks, recent = (8, 8) if options.quick else (Scout().sinks, Scout().recent)
     # A step attends itself too.
     at = [-(-(filled_tokens(context, block) + step + 1) // block) for step in range(2 * block)]
-    fixed = -(-sinks // block), -(-recent // block) + 1
-    return write_script((batch, heads), at, options.budget // block, fixed, **parse(replay), device=options.device)
+    fixed, lines = (-(-sinks // block), -(-recent // block) + 1), (batch, models.shape(options).kv_heads)
+    return write_script(lines, at, options.budget // block, fixed, **parse(replay), device=options.device)
 
 
-_kv = functools.lru_cache(maxsize=1)(models.random_kv)  # filled into cache after cache
-
-
-def measure(
-    options: Options, model: PreTrainedModel, context: int, batch: int, name: str, replay: str | None
-) -> dict[str, Any]:
+def measure(options: Options, context: int, batch: int, name: str, replay: str | None) -> dict[str, Any]:
     """One row of results; `replay` are the numbers of the script by which it chooses, if it does."""
     if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
         raise NotApplicable(f"{name} needs a GPU")
-    block = 8 if options.quick else BLOCK
-    heads, dim = model.config.num_key_value_heads, models.head_dim(model.config)
-    script = None if replay is None else script_of(options, replay, heads, context, batch, block)
+    model, block = models.build(options), 8 if options.quick else BLOCK
+    script = None if replay is None else script_of(options, replay, context, batch, block)
     row = make_row(options, name, script, block, context)
-    models.check_room(options, model, row, batch, context)
-    start = time.perf_counter()
-    kv = _kv(options, heads, dim, filled_tokens(context, block) - models.PROMPT)
-    cache = models.fill(options, model, row, batch, kv)
-    filled = time.perf_counter() - start
-    found = time_cache(options, model, cache, batch) | {"fill_s": filled}
+    models.check_memory(options, row, batch, context)
+    with clock() as filling:
+        kv = models.random_kv(options, filled_tokens(context, block) - models.PROMPT)
+        cache = models.fill(options, model, row, batch, kv)
+    found = time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
     return found | ({} if script is None else {"script_miss": script.miss, "script_drift": script.drift})
 
 
@@ -150,7 +147,7 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: in
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)  # as `generate()` does it
         model(input_ids=next(coming), attention_mask=mask, past_key_values=cache)
 
-    times = time_steps(options, step)
+    times = [1000 * seconds for seconds in time_steps(options, step)]
     mean = sum(times) / len(times)
     found: dict[str, Any] = {"tokens_per_s": 1000 * batch / mean, **percentiles(times)}
     found |= {"mean": mean, "steps": len(times)}
@@ -171,19 +168,14 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: in
     }  # fmt: skip
 
 
-def time_steps(options: Options, step: Any) -> list[float]:
-    """Milliseconds of each step behind the warm-up; as many as time allows, three at least."""
-    begun = time.perf_counter()
-    for number in range(WARM_UP):
-        step()
-        options.synchronize()
-        if number >= 2 and time.perf_counter() - begun > STEP_SECONDS / 3:
-            break
+def time_steps(options: Options, step: Callable[[], None]) -> list[float]:
+    """Seconds of each step behind the warm-up; as many as time allows, three at least."""
+    early: list[float] = []
+    while len(early) < WARM_UP and (len(early) < 3 or sum(early) < STEP_SECONDS / 3):
+        with clock(early):
+            step()
     times: list[float] = []
-    while len(times) < options.steps and (len(times) < 3 or sum(times) < 1000 * STEP_SECONDS):
-        options.synchronize()
-        start = time.perf_counter()
-        step()
-        options.synchronize()
-        times.append(1000 * (time.perf_counter() - start))
+    while len(times) < options.steps and (len(times) < 3 or sum(times) < STEP_SECONDS):
+        with clock(times):
+            step()
     return times

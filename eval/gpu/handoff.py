@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 import torch
 
 from bench_cpu import Memory
-from common import percentiles
+from common import clock, percentiles, synchronize
+from gpu.operations import recorded
 from gpu.options import Options
 from gpu.supervise import Cases
-from gpu.timing import recorded
 from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.launch import Launch
@@ -26,13 +25,13 @@ LAYERS = 36
 TARGET = 15.0  # microseconds a layer
 FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
-ALONE = "kernels alone"
+ALONE, NOTHING, SOME = "kernels alone", "nothing", f"{FEW} blocks a head"
 
 
 def cases(options: Options) -> Cases:
     """A work, and how many threads there are for it; a step hands over as many pieces of it as a model has layers."""
     counts = [1] if options.quick else sorted({1, 4, 8, max((os.cpu_count() or 2) - 1, 1)})
-    every = {ALONE: (ALONE, 0)} | {f"{work}, {n} threads": (work, n) for work in WORKS for n in counts}
+    every = {ALONE: (ALONE, 0)} | {f"{work}, {n} threads": (work, n) for work in (NOTHING, SOME) for n in counts}
     return {name: (SECONDS, partial(measure, options, *case)) for name, case in every.items()}
 
 
@@ -43,18 +42,12 @@ def measure(options: Options, work: str, threads: int) -> Iterator[dict[str, Any
     yield {"work": work, "host_threads": threads, "layers": layers, **a_layer, "target": TARGET}
 
 
-def nothing(dtype: torch.dtype) -> Callable[[], Launch]:
-    """Work that is none."""
-    return lambda: touch_records(np.zeros(2, np.int64), 0)
-
-
-def few_blocks(dtype: torch.dtype) -> Callable[[], Launch]:
-    """Attention of one row to a few blocks of 32 tokens of each of eight KV heads."""
-    memory = Memory(8, 128, 32, dtype, nbytes=1 << 25)
+def maker(work: str, dtype: torch.dtype) -> Callable[[], Launch]:
+    """What makes a piece of work: none, or attention of one row to a few blocks of 32 tokens of eight KV heads."""
+    if work != SOME:
+        return lambda: touch_records(np.zeros(2, np.int64), 0)
+    memory = Memory(8, 128, 32, dtype)
     return lambda: memory.decode(4, 1, 32 * FEW)
-
-
-WORKS = {"nothing": nothing, f"{FEW} blocks a head": few_blocks}
 
 
 def sender(options: Options, blocks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -71,8 +64,7 @@ def times_of(options: Options, work: str, threads: int, layers: int) -> list[flo
     """Seconds of steps in which a graph hands over and waits, and a doorbell serves; `ALONE`: all answers are there."""
     capture = Capture(torch.device(options.device), layers, timeout=10.0)
     partials: list[Any] = [object() for _ in range(layers)]
-    launch = WORKS.get(work, nothing)(options.dtype)
-    send = sender(options, 0 if WORKS.get(work, nothing) is nothing else FEW)
+    launch, send = maker(work, options.dtype), sender(options, FEW if work == SOME else 0)
 
     def launches() -> tuple[Launch, ...]:
         return (launch(),)
@@ -92,34 +84,29 @@ def times_of(options: Options, work: str, threads: int, layers: int) -> list[flo
     if options.on_gpu:
         answer(1 << 30)
         step()  # kernels are compiled before they are captured
-        options.synchronize()
+        synchronize()
         answer(0)
         capture.epoch.zero_()
     else:
         capture.announced.extend(Announced(each, launches, "an item", each, None) for each in partials)
-    replay = recorded(options, step)
+    replay, unmeasured, times = recorded(options, step), 1 if options.quick else 20, list[float]()
+
+    def run() -> list[float]:
+        for _ in range(4 if options.quick else 220):
+            with clock(times):
+                replay()
+        return times[unmeasured:]
+
     if work == ALONE:
         answer(1 << 30)
-        return rounds_of(options, replay)
+        return run()
     doorbell = Doorbell(threads)
     try:
         doorbell.replace(capture.items())
-        times = rounds_of(options, replay)
+        found = run()
         doorbell.check()
         if int(capture.late[0]):
             raise TimeoutError("the device gave up waiting for the CPU")
-        return times
+        return found
     finally:
         doorbell.stop()
-
-
-def rounds_of(options: Options, step: Callable[[], Any]) -> list[float]:
-    """Seconds of each of some steps, after some that do not count."""
-    times = []
-    for _ in range(4 if options.quick else 220):
-        options.synchronize()
-        start = time.perf_counter()
-        step()
-        options.synchronize()
-        times.append(time.perf_counter() - start)
-    return times[1 if options.quick else 20 :]

@@ -41,6 +41,8 @@ OTHERS_OF_FULL, OTHERS_OF_SCOUT = 650, 1200
 """Launches that are no small kernels: products and the package's own; they count for the gaps between kernels."""
 LAUNCHES_OF_A_CHOICE, OTHERS_OF_A_CHOICE = 8, 5
 """In a layer that chooses among resident blocks: small kernels, and scores, tail, join, selection and split."""
+SHARES, WRITE = 4.0, 2.1
+"""Microseconds of a merge of the device's own shares, an estimate, and of the write of a token (step_kernels)."""
 FULL, CHOSEN_ROW = "full-resident-graph", "chosen-graph"
 SCRIPTS = FEW, MANY
 SHOWN = ("code", "context", "batch", "row", "replay", "measured", "predicted", "ratio", "tokens_per_s")
@@ -50,10 +52,19 @@ Tables = Callable[[str], Iterable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Speeds of an H100 with 16 cores; GB/s and microseconds. Sources: `results/h100`, file and rows.
+class Setup:
+    """A state of the package on a machine, by default an H100 with 16 cores; GB/s and microseconds.
+
+    Sources of the machine's speeds: `results/h100`, file and rows.
 
     Args:
+        code: name of the state, as it is shown.
+        merge, merge_row: a merge with a host partial, and what a row more adds.
+        slowed: how many times as long small kernels take beside a fetch.
+        host: milliseconds between two replays in which the device waits for the host.
+        scorings: of all layers in a step of scout: a layer with a predicted query scored with the real one, too.
+        launches_of_full, launches_of_scout: small kernels of the package; those of `full` are of its hand-overs, where
+            it hands over, waits and merges though all blocks are resident.
         device: GB/s of a copy within the device, read and write counted (kernels: "speed: device").
         products: GB/s at which products read weights (step_kernels, `nvjet` and `splitK`: 6.1 ms); `products_row`:
             what a row more takes, ms a step.
@@ -68,6 +79,14 @@ class Machine:
             that size 1.1 by the profiler's own clock.
     """
 
+    code: str
+    merge: float
+    merge_row: float
+    slowed: float
+    host: float
+    scorings: int
+    launches_of_full: int
+    launches_of_scout: int
     device: float = 3030.0
     products: float = 2440.0
     products_row: float = 0.02
@@ -82,44 +101,19 @@ class Machine:
     gap: float = 0.2
 
 
-@dataclass(frozen=True)
-class Code:
-    """What differs between two states of the package.
-
-    Args:
-        name: as it is shown.
-        merge, merge_row: microseconds of a merge with a host partial, and what a row more adds.
-        slowed: how many times as long small kernels take beside a fetch.
-        host: milliseconds between two replays in which the device waits for the host.
-        full_hands_over: whether `full` hands over, waits and merges where all blocks are resident.
-        scorings: of all layers in a step of scout: a layer with a predicted query scored with the real one, too.
-        launches_of_full, launches_of_scout: small kernels of the package.
-    """
-
-    name: str
-    merge: float
-    merge_row: float
-    slowed: float
-    host: float
-    full_hands_over: bool
-    scorings: int
-    launches_of_full: int
-    launches_of_scout: int
-
-
-BEFORE = Code(
+BEFORE = Setup(
     "before",
     merge=69.0, merge_row=4.3,  # step_kernels: `merge_kernel`, 69 to 77, 104.5 and 136.7 µs
     slowed=20.0,  # step_kernels: one integer sum takes 1.9 µs without a recall, 30 and 57 beside one
     host=2.7,  # `between` of full and scout, one row at 32k, less the gaps
-    full_hands_over=True, scorings=LAYERS + AHEAD, launches_of_full=612, launches_of_scout=1780,  # step_kernels
+    scorings=LAYERS + AHEAD, launches_of_full=612, launches_of_scout=1780,  # step_kernels
 )  # fmt: skip
-AFTER = Code(
+AFTER = Setup(
     "after",
     # All estimates: a round trip of the bus and 33 KB a row at 50 GB/s; 24 of 132 processors busy with copies; the
     # launch and what comes before it.
     merge=4.0, merge_row=0.66, slowed=1.05, host=0.5,
-    full_hands_over=False, scorings=LAYERS, launches_of_full=0, launches_of_scout=1050,  # h200/decode: `launches`
+    scorings=LAYERS, launches_of_full=0, launches_of_scout=1050,  # h200/decode: `launches`
 )  # fmt: skip
 
 
@@ -132,14 +126,9 @@ class Work:
     context: int
     batch: int
     row: str
-    replay: str
+    replay: str = "none"
     miss: float = 0.0
     recalled: float = 0.0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all blocks are resident."""
-        return self.row == FULL
 
     @property
     def recalls(self) -> float:
@@ -163,115 +152,93 @@ def scripted(context: int, batch: int, script: str) -> Work:
     return Work(context, batch, "scout-graph", script, miss, recalled)
 
 
-def full(context: int, batch: int = 1) -> Work:
-    """A step of a full cache that is resident."""
-    return Work(context, batch, FULL, "none")
-
-
 AHEAD_OF_A_RUN = (
-    full(32 * K), *(scripted(32 * K, batch, script) for batch in (1, 8) for script in SCRIPTS), full(64 * K),
-    *(scripted(64 * K, batch, script) for batch in (8, 40) for script in SCRIPTS),
+    Work(32 * K, 1, FULL), *(scripted(32 * K, batch, script) for batch in (1, 8) for script in SCRIPTS),
+    Work(64 * K, 1, FULL), *(scripted(64 * K, batch, script) for batch in (8, 40) for script in SCRIPTS),
 )  # fmt: skip
 """What the check measures, and 40 rows at 64k, for which few machines have the memory."""
 
 
-def pieces(work: Work, code: Code, machine: Machine) -> dict[str, float]:
+def pieces(work: Work, setup: Setup) -> dict[str, float]:
     """Milliseconds of a step by piece."""
-    each = machine.small + machine.small_row * work.batch
-    found = {
-        "products": WEIGHTS / machine.products / 1e6 + machine.products_row * work.batch,
-        "small": MODEL_LAUNCHES * each / 1000,
-    }
-    of_row = _full if work.is_full else _chosen if work.row == CHOSEN_ROW else _scout
-    found |= of_row(work, code, machine, each)
-    found["between"] = code.host + launches(work, code) * machine.gap / 1000
+    each = setup.small + setup.small_row * work.batch
+    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
+    found = {"products": WEIGHTS / setup.products / 1e6 + setup.products_row * work.batch}
+    small, others = 0, OTHERS_OF_FULL  # launches beside the model's
+    if work.row == FULL:
+        small, layer = setup.launches_of_full, _full(work, setup)
+    elif work.row == CHOSEN_ROW:
+        small, others = LAYERS * LAUNCHES_OF_A_CHOICE, OTHERS_OF_FULL + LAYERS * OTHERS_OF_A_CHOICE
+        layer = _scoring(work, setup) | {
+            "attend": _attention(work.lines * CHOSEN * RECORD, setup), "merge": SHARES, "write": WRITE,
+        }  # fmt: skip
+    else:
+        small, others = setup.launches_of_scout + script, OTHERS_OF_SCOUT + AHEAD_LAUNCHES
+        found["query ahead"] = QUERY_WEIGHTS / setup.products / 1e6 + AHEAD_LAUNCHES * each / 1000
+        layer = _scout(work, setup)
+    found |= {"small": MODEL_LAUNCHES * each / 1000, "package": small * each / 1000}
+    found |= {name: LAYERS * spent / 1000 for name, spent in layer.items()}
+    if work.row not in (FULL, CHOSEN_ROW):
+        recall = work.recalled / setup.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
+        found["recall"] = (1 - 1 / setup.slowed) * recall
+        found["wait"] = _wait(work, setup, (sum(found.values()) - found["products"] - found["small"]) / LAYERS)
+    found["between"] = setup.host + (MODEL_LAUNCHES + small + others) * setup.gap / 1000
     return found
 
 
-def launches(work: Work, code: Code) -> int:
-    """Kernels of a step."""
-    if work.is_full:
-        return MODEL_LAUNCHES + OTHERS_OF_FULL + code.launches_of_full
-    if work.row == CHOSEN_ROW:
-        return MODEL_LAUNCHES + OTHERS_OF_FULL + LAYERS * (LAUNCHES_OF_A_CHOICE + OTHERS_OF_A_CHOICE)
-    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
-    return MODEL_LAUNCHES + AHEAD_LAUNCHES + OTHERS_OF_SCOUT + code.launches_of_scout + script
-
-
-def _full(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
-    attended = _attention(work.lines * (work.context // BLOCK) * RECORD, machine)
-    if not code.full_hands_over:
-        shares = 4.0  # microseconds of the merge of the device's own shares, an estimate
-        return _a_layer({"attend": attended, "merge": shares, "write": 2.1})
+def _full(work: Work, setup: Setup) -> dict[str, float]:
+    """Microseconds of a layer whose blocks are all resident."""
+    attended = _attention(work.lines * (work.context // BLOCK) * RECORD, setup)
+    if not setup.launches_of_full:
+        return {"attend": attended, "merge": SHARES, "write": WRITE}
     answer = 62.0  # microseconds until 15 threads have answered a list of nothing: attention and wait of the row at 32k
-    found = _a_layer({
-        "attend": attended, "merge": code.merge + code.merge_row * work.batch, "wait": max(answer - attended, 4.0),
-        "write": 2.1, "hand over": 4.0 + 2.3,  # and the split of the list
-    })  # fmt: skip
-    return found | {"package": code.launches_of_full * each / 1000}
-
-
-def _chosen(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
-    scoring = _scoring(work, machine) | {
-        "attend": _attention(work.lines * CHOSEN * RECORD, machine), "merge": 4.0, "write": 2.1,
+    return {
+        "attend": attended, "merge": setup.merge + setup.merge_row * work.batch, "wait": max(answer - attended, 4.0),
+        "write": WRITE, "hand over": 4.0 + 2.3,  # and the split of the list
     }  # fmt: skip
-    return _a_layer(scoring) | {"package": LAYERS * LAUNCHES_OF_A_CHOICE * each / 1000}
 
 
-def _scoring(work: Work, machine: Machine) -> dict[str, float]:
+def _scoring(work: Work, setup: Setup) -> dict[str, float]:
     """Microseconds of one scoring and its selection."""
     digests = work.lines * (work.context // BLOCK) * DIGEST
     return {
-        "score": machine.score_fixed + digests / machine.score / 1000,
+        "score": setup.score_fixed + digests / setup.score / 1000,
         "select": 11.5 + 0.3 * work.batch + 6.0 * (work.context / (32 * K) - 1),  # join and split of the list, too
         "tail": 3.7,  # attention to the open block
     }  # the last two: step_kernels
 
 
-def _scout(work: Work, code: Code, machine: Machine, each: float) -> dict[str, float]:
-    chosen = work.lines * CHOSEN * RECORD
-    script = 0 if work.replay == "none" else SCRIPT_LAUNCHES
-    scoring = _scoring(work, machine)
-    found = {name: code.scorings * spent / 1000 for name, spent in scoring.items()}
-    found |= {
-        "query ahead": QUERY_WEIGHTS / machine.products / 1e6 + AHEAD_LAUNCHES * each / 1000,
-        "package": (code.launches_of_scout + script) * each / 1000,
-    }
-    found |= _a_layer({
-        "attend": _attention((1 - work.miss) * chosen, machine),
-        "merge": code.merge + code.merge_row * work.batch,
-        "write": 2.1,
+def _scout(work: Work, setup: Setup) -> dict[str, float]:
+    """Microseconds of a layer that splits its choice between device and CPU."""
+    scoring = {name: setup.scorings / LAYERS * spent for name, spent in _scoring(work, setup).items()}
+    return scoring | {
+        "attend": _attention((1 - work.miss) * work.lines * CHOSEN * RECORD, setup),
+        "merge": setup.merge + setup.merge_row * work.batch,
+        "write": WRITE,
         "hand over": 3.9 + 0.3 * work.batch,
         "exchange": 2.9 + 6.7 * work.recalls,  # step_kernels: each eighth step, and in each
-    })  # fmt: skip
-    recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 that find nothing
-    found["recall"] = (1 - 1 / code.slowed) * recall
-    return found | {"wait": _wait(work, machine, sum(found.values()) / LAYERS)}
+    }
 
 
-def _wait(work: Work, machine: Machine, layer: float) -> float:
+def _wait(work: Work, setup: Setup, layer: float) -> float:
     """Milliseconds that a step waits for the CPU: all of its work in three layers, in the others what is longer than
     the device's work of a layer (milliseconds).
     """
-    cpu = (machine.cpu_fixed + work.miss * work.lines * CHOSEN * RECORD / machine.cpu / 1000) / 1000
+    cpu = (setup.cpu_fixed + work.miss * work.lines * CHOSEN * RECORD / setup.cpu / 1000) / 1000
     return (LAYERS - AHEAD) * cpu + AHEAD * max(cpu - layer, 0.004)
 
 
-def _attention(nbytes: float, machine: Machine) -> float:
+def _attention(nbytes: float, setup: Setup) -> float:
     """Microseconds of attention to resident blocks of so many bytes."""
-    return machine.attend_fixed + nbytes / machine.device / 1000
+    return setup.attend_fixed + nbytes / setup.device / 1000
 
 
-def _a_layer(microseconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: LAYERS * spent / 1000 for name, spent in microseconds.items()}
-
-
-def predict(work: Work, code: Code, machine: Machine, measured: float | None = None) -> dict[str, Any]:
+def predict(work: Work, setup: Setup, measured: float | None = None) -> dict[str, Any]:
     """One row of the table: milliseconds, and their pieces."""
-    parts = pieces(work, code, machine)
+    parts = pieces(work, setup)
     total = sum(parts.values())
     return {
-        "code": code.name, "context": work.context, "batch": work.batch, "row": work.row, "replay": work.replay,
+        "code": setup.code, "context": work.context, "batch": work.batch, "row": work.row, "replay": work.replay,
         "measured": measured, "predicted": total, "ratio": measured and total / measured,
         "tokens_per_s": 1000 * work.batch / total, **dict(sorted(parts.items())),
     }  # fmt: skip
@@ -287,52 +254,42 @@ def rows_of(tables: Tables) -> Iterator[tuple[Work, float]]:
             yield Work(*facts, row.get("cpu_ratio") or 0.0, recalled), row["p50"]
 
 
-def measured(tables: Tables, code: Code, machine: Machine) -> tuple[Code, Machine]:
-    """Code and machine with what a check has measured of them; what it did not get to stays."""
+def measured(tables: Tables, setup: Setup) -> Setup:
+    """A setup with what a check has measured of it; what it did not get to stays."""
     kernels = list(tables("kernels"))
     speeds = {
         "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
         "fetch": [row["link_bytes"] / row["p50"] / 1000 for row in kernels if row["operation"] == "fetch_all"],
     }
-    machine = replace(machine, **{name: max(found) for name, found in speeds.items() if found})
+    found = {name: max(each) for name, each in speeds.items() if each}
 
     def line(operation: str, column: str) -> tuple[float, float] | None:
+        """Slope and start of the line through times by a column; None where one point or none is there."""
         rows = [row for row in kernels if row["operation"] == operation and row.get("in_graph")]
-        return _line((row[column], row["in_graph"]) for row in rows)
+        if len({row[column] for row in rows}) < 2:
+            return None
+        slope, start = np.polyfit([row[column] for row in rows], [row["in_graph"] for row in rows], 1)
+        return float(slope), float(start)
 
     if scored := line("score_submeans", "device_bytes"):
-        machine = replace(machine, score=1 / scored[0] / 1000, score_fixed=max(scored[1], 0.0))
+        found |= {"score": 1 / scored[0] / 1000, "score_fixed": max(scored[1], 0.0)}
     if merged := line("merge_with_host", "batch"):
-        code = replace(code, merge=merged[1], merge_row=merged[0])
-    return code, machine
-
-
-def _line(points: Iterable[tuple[float, float]]) -> tuple[float, float] | None:
-    """Slope and start of the line through points; None where one point or none is there."""
-    found = np.array(list(points)).reshape(-1, 2)
-    if len(np.unique(found[:, 0])) < 2:
-        return None
-    slope, start = np.polyfit(found[:, 0], found[:, 1], 1)
-    return float(slope), float(start)
-
-
-def table_of(tables: Tables, code: Code, machine: Machine) -> list[dict[str, Any]]:
-    """Rows that were measured, each beside what the model says of it."""
-    return [predict(work, code, machine, measured) for work, measured in rows_of(tables)]
+        found |= {"merge": merged[1], "merge_row": merged[0]}
+    return replace(setup, **found)
 
 
 def check(tables: Tables) -> list[dict[str, Any]]:
     """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
-    code, machine = measured(tables, AFTER, Machine())
-    rows = table_of(tables, code, machine)
+    setup = measured(tables, AFTER)
+    rows = [predict(work, setup, time) for work, time in rows_of(tables)]
     told = {(row["context"], row["batch"], row["row"], row["replay"]) for row in rows}
     others = [work for work in AHEAD_OF_A_RUN if (work.context, work.batch, work.row, work.replay) not in told]
-    return rows + [predict(work, code, machine) for work in others]
+    return rows + [predict(work, setup) for work in others]
 
 
 CARDS = {
-    "80 GB": (Machine(), 62e9, 77.0),
-    "24 GB": (Machine(device=1000.0, products=800.0, score=400.0, fetch=22.0), 6e9, 35.0),
+    "80 GB": (AFTER, 62e9, 77.0),
+    "24 GB": (replace(AFTER, device=1000.0, products=800.0, score=400.0, fetch=22.0), 6e9, 35.0),
 }
 """By card, its speeds, the bytes that weights of 16 GB leave free, and a step of `DynamicCache`, ms, where it fits. An
 H100, whose Python takes the time of that, and an estimate of a card with 1 TB/s behind PCIe 4."""
@@ -342,7 +299,7 @@ SHAPES = (32 * K, 1), (32 * K, 8), (64 * K, 8), (64 * K, 40)
 def defaults() -> list[dict[str, Any]]:
     """What a cache takes by default on some cards, beside what it could have taken; milliseconds a step."""
     rows = []
-    for card, (machine, free, stock) in CARDS.items():
+    for card, (setup, free, stock) in CARDS.items():
         for context, batch in SHAPES:
             blocks, lines = blocks_soon(context, BLOCK), LAYERS * batch * KV_HEADS
             digests, whole = blocks * lines * DIGEST, blocks * lines * RECORD
@@ -353,8 +310,8 @@ def defaults() -> list[dict[str, Any]]:
             if digests + lines * 3 * CHOSEN // 2 * RECORD <= free:
                 ways["split"] = scripted(context, batch, FEW)
             if fits:
-                ways |= {"full": full(context, batch), "chosen": Work(context, batch, CHOSEN_ROW, "none")}
-            times = {name: sum(pieces(work, AFTER, machine).values()) for name, work in ways.items()}
+                ways |= {"full": Work(context, batch, FULL), "chosen": Work(context, batch, CHOSEN_ROW)}
+            times = {name: sum(pieces(work, setup).values()) for name, work in ways.items()}
             default = "full" if dense else "chosen" if fits else "split" if ways else "none fits"
             spent, best = times.get(default), min(times.values(), default=None)
             rows.append({
@@ -371,8 +328,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the CSV goes.")] = RESULTS / "gpu" / "model.csv",
 ) -> None:
     """Predict decode steps on a GPU from measured pieces."""
-    rows = table_of(partial(read_table, RESULTS / "h100"), BEFORE, Machine())
-    rows += [predict(work, BEFORE, Machine()) for work in AHEAD_OF_A_RUN if not work.is_full]
+    h100 = rows_of(partial(read_table, RESULTS / "h100"))
+    rows = [predict(work, BEFORE, time) for work, time in h100]
+    rows += [predict(work, BEFORE) for work in AHEAD_OF_A_RUN if work.row != FULL]
     rows += check((lambda name: []) if folder is None else partial(read_table, folder))
     show("milliseconds a step", rows, SHOWN)
     write_csv(out, rows)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3Config
 
-from common import Row
+from common import Row, synchronize
 from gpu.options import Options
 from gpu.supervise import NotApplicable
-from hf_offload import HybridCache, Scout
-from hf_offload.blocks.digests import DIGESTS
+from hf_offload import HybridCache
 from hf_offload.blocks.memory import free_device_memory
 from hf_offload.blocks.sealing import seal
+from hf_offload.tools.plan import MEMORY_KNOBS, Shape, memory_of, shape_of
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
 HOST_SHARE = 0.8  # of the machine's memory
@@ -37,6 +37,12 @@ def config_of(options: Options) -> Qwen3Config:
 
 
 @functools.cache
+def shape(options: Options) -> Shape:
+    """Sizes of the model's KV cache."""
+    return shape_of(config_of(options), options.dtype)
+
+
+@functools.cache
 def build(options: Options) -> PreTrainedModel:
     """A model of this shape with random weights, made where it will run; one for a process."""
     torch.manual_seed(0)
@@ -47,16 +53,17 @@ def build(options: Options) -> PreTrainedModel:
     return model.eval()
 
 
-def random_kv(options: Options, heads: int, dim: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+@functools.lru_cache(maxsize=1)  # filled into cache after cache
+def random_kv(options: Options, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[1, Hkv, tokens, D]` of one layer, in host memory.
 
     Channels have their own mean and size, a few of them large, and neighbouring tokens are alike, as in real keys.
     """
     generator = torch.Generator(options.device).manual_seed(1)
-    topic = 96  # tokens
+    heads, dim, topic = shape(options).kv_heads, shape(options).head_dim, 96  # tokens
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=options.device)
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator, device=options.device)
 
     width = normal(heads, 1, dim).abs() + 0.2
     width[:, :, :: dim // 4] *= 4
@@ -66,42 +73,28 @@ def random_kv(options: Options, heads: int, dim: int, tokens: int) -> tuple[torc
     return k[None].to(options.dtype).cpu(), v[None].to(options.dtype).cpu()
 
 
-def head_dim(config: Any) -> int:
-    """Channels of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def kv_bytes(config: Any, tokens: int, itemsize: int) -> int:
-    """Bytes of the keys and values of so many tokens in all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * tokens * itemsize
-
-
-def check_room(options: Options, model: PreTrainedModel, row: Row, batch: int, tokens: int) -> None:
+def check_memory(options: Options, row: Row, batch: int, tokens: int) -> None:
     """Refuse what is over the cap of KV on the device, or over the host's memory."""
-    config, itemsize = model.config, options.dtype.itemsize
-    everything = kv_bytes(config, batch * tokens, itemsize)
-    near, far = everything, 0
-    if row.policy == "dynamic" and row.options.get("offloading"):
-        near, far = 2 * everything // config.num_hidden_layers, everything
-    elif row.policy != "dynamic":
-        near, far = kv_bytes(config, batch * row.options.get("resident", tokens), itemsize), everything
-        if isinstance(row.policy, Scout):
-            near += digest_bytes(config, batch * tokens, digest=row.policy.digest)
-    host, cap = HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), float("inf")
+    sizes = shape(options)
+    everything = batch * tokens * sizes.layers * sizes.token_bytes
+    if row.policy != "dynamic":
+        knobs = {name: value for name, value in row.options.items() if name in MEMORY_KNOBS}
+        needs = memory_of(sizes, row.policy, {"resident": tokens, **knobs}, context=tokens, batch=batch)
+        device, host = needs.device, needs.host
+    elif row.options.get("offloading"):
+        device, host = 2 * everything // sizes.layers, everything
+    else:
+        device, host = everything, 0
+    limits = {"device": float("inf"), "host": HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     if options.on_gpu:
-        cap = free_device_memory(torch.device("cuda", torch.cuda.current_device())) or 0
-    host = host if options.host_gib is None else options.host_gib * 2**30
-    cap = cap if options.kv_gib is None else options.kv_gib * 2**30
-    for what, need, room in (("device", near, cap), ("host", far, host)):
-        if need > room:
-            raise NotApplicable(f"does not fit: {need / 2**30:.1f} GiB on the {what}, {room / 2**30:.1f} GiB allowed")
-
-
-def digest_bytes(config: Any, tokens: int, block: int = 32, digest: str = Scout().digest) -> int:
-    """Bytes of the digests that Scout keeps of so many tokens in all layers."""
-    store = DIGESTS[digest](config.num_key_value_heads, head_dim(config), block, torch.device("cpu"))
-    store.reserve(1)
-    return store.nbytes * config.num_hidden_layers * -(-tokens // block)
+        limits["device"] = free_device_memory(torch.device("cuda", torch.cuda.current_device())) or 0
+    given = {"device": options.kv_gib, "host": options.host_gib}
+    limits |= {memory: gib * 2**30 for memory, gib in given.items() if gib is not None}
+    for memory, need in (("device", device), ("host", host)):
+        if need > limits[memory]:
+            raise NotApplicable(
+                f"does not fit: {need / 2**30:.1f} GiB on the {memory}, {limits[memory] / 2**30:.1f} GiB allowed"
+            )
 
 
 def fill(
@@ -127,7 +120,7 @@ def fill(
             store.reserve(room)  # a pool that is short of a block later grows by a quarter
             store.append(k, v)
             seal(store, 4 * cache.settings.prefill_tile)
-    options.synchronize()
+    synchronize()
     assert cache.get_seq_length() == total
     return cache
 
@@ -139,10 +132,3 @@ def free(options: Options) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def free_pinned(options: Options) -> None:
-    """Give back pinned memory that no cache holds: torch keeps it for tensors of the same size."""
-    empty = getattr(torch._C, "_host_emptyCache", None)
-    if options.on_gpu and empty is not None:
-        empty()

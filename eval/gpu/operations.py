@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bench_cpu import random_digests
+from common import clock, percentiles, synchronize
 from gpu import models
 from gpu.options import Options
 from gpu.supervise import Cases
-from gpu.timing import Timer, bandwidths
-from hf_offload.gpu import block_topk, digest_scores, kv_copy
+from hf_offload.blocks.memory import host_empty
+from hf_offload.gpu import block_topk, kv_copy
 from hf_offload.gpu import paged_attention as attention
 from hf_offload.gpu.merge import HostResult, merge
+from hf_offload.graph.graph_capture import Recorder, undisturbed
+from hf_offload.scores import Scores
 
+Call = Callable[[], Any]
 SECONDS = 40
+FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
+LAUNCHES = 20
 SHOWN = (
     "operation", "batch", "tokens", "context", "p50", "floor", "of_floor", "wall", "launch", "in_graph", "gb_per_s",
 )  # fmt: skip
@@ -41,13 +49,107 @@ SIZES = [Size(1), Size(16)]
 LONG = {"chosen": 1024, "context": 1024}  # all of a context of 32k resident
 
 
+def recorded(options: Options, step: Call) -> Call:
+    """A replay of a CUDA graph of a step that has run before; without a GPU the step itself."""
+    if not options.on_gpu:
+        return step
+    recorder = Recorder()
+    with undisturbed():
+        recorder.record(step)
+    return recorder.replay
+
+
+class Timer:
+    """Times calls on a device; microseconds everywhere."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.rounds = options, 3 if options.quick else 30
+        # Read before a call, to fill the caches: what was written would go to memory during the call.
+        self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
+
+    def device_time(self, call: Call, *, cold: bool = True) -> dict[str, float]:
+        """Time on the device alone, from event to event, the caches filled with something else before each call (cold).
+
+        While the device fills them, the call and its events queue up behind it: no launch is in the time.
+        """
+        if not self.options.on_gpu:
+            return self.wall_time(call)
+        call()
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
+        for start, end in pairs:
+            if cold:
+                self._other.sum()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return percentiles(1000 * start.elapsed_time(end) for start, end in pairs)
+
+    def wall_time(self, call: Call) -> dict[str, float]:
+        """Time on the host's clock until the device is through, the caches filled with something else before."""
+        call()
+        seconds: list[float] = []
+        for _ in range(self.rounds):
+            self._other.sum()
+            with clock(seconds):
+                call()
+        return percentiles(1e6 * each for each in seconds)
+
+    def launch_time(self, call: Call) -> float:
+        """What a call costs the host's thread, which does not wait for the device."""
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            call()
+        spent = time.perf_counter() - start
+        synchronize()
+        return 1e6 * spent / LAUNCHES
+
+    def graph_time(self, call: Call) -> float | None:
+        """Time of a call among `LAUNCHES` in a CUDA graph, with warm caches; None without a GPU."""
+        if not self.options.on_gpu:
+            return None
+        replay = recorded(self.options, lambda: [call() for _ in range(LAUNCHES)])
+        return self.device_time(replay, cold=False)["p50"] / LAUNCHES
+
+
+@functools.cache  # again in a process that goes on behind another
+def bandwidths(options: Options) -> dict[str, float]:
+    """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
+    "back" the other way; "pin" is what torch pins, "pin, huge" the package's memory on huge pages, none of which has
+    been pinned before.
+    """
+    timer, size = Timer(options), 1 << (16 if options.quick else 30)
+    source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
+    target = torch.empty_like(source)
+    pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
+    there, back = target[: size // 4], torch.empty_like(pinned, pin_memory=options.on_gpu)
+    found = {
+        "device": 2 * size / timer.device_time(lambda: target.copy_(source))["p50"],
+        "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
+        "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
+    }
+    ways: dict[str, Call] = {
+        "pin": lambda: torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu),
+        "pin, huge": lambda: host_empty((size,), torch.uint8, pin=options.on_gpu),
+    }
+    empty_cache = getattr(torch._C, "_host_emptyCache", None)
+    for way, make in ways.items():
+        if options.on_gpu and empty_cache is not None:
+            empty_cache()  # torch keeps pinned memory for tensors of the same size
+        with clock() as seconds:
+            make()
+        found[way] = size / 1e6 / seconds[0]
+    return found
+
+
 @dataclass(frozen=True)
 class Operation:
     """One call to be timed, what it has to read or write in device memory and in pinned host memory, and what it
     reaches only by address.
     """
 
-    call: Callable[[], Any]
+    call: Call
     device_bytes: int
     link_bytes: int = 0
     keep: Any = None
@@ -118,17 +220,14 @@ def merge_with_host(x: Inputs) -> Operation:
 
 
 def score_submeans(x: Inputs) -> Operation:
-    size, some = x.size, {"dtype": torch.int32, "device": x.options.device}
-    physical, pairs = size.batch * size.context, size.block // 2
-    codes = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, pairs * size.dim // 8), **some)
-    levels = torch.randint(-(2**31), 2**31 - 1, (physical, size.kv_heads, size.dim // 16, pairs), **some)
-    sizes = torch.full((physical, size.kv_heads, pairs), 0x3D803D80, **some)
-    bias = torch.full((physical, pairs), 0.7, device=x.options.device)
-    center, sigma = (x.floats(size.batch, size.kv_heads, size.dim) for _ in range(2))
-    table = x.ints(torch.arange(physical)).view(size.batch, -1)
-    given = x.query(), codes.view(torch.uint8), levels, sizes, bias, center, sigma, table
-    nbytes = sum(part.nbytes for part in given) + x.scores_bytes
-    return Operation(lambda: digest_scores.score_submeans(*given, x.limits, scale=0.1), nbytes)
+    size, query = x.size, x.query()
+    blocks = size.batch * size.context
+    store = random_digests(
+        "submean", blocks, size.kv_heads, size.dim, block_size=size.block, batch=size.batch, device=x.options.device
+    )
+    table = x.ints(torch.arange(blocks)).view(size.batch, -1)
+    nbytes = sum(part.nbytes for part in (query, table, *store.held())) + x.scores_bytes
+    return Operation(lambda: store.score(query, table, x.limits, Scores(scale=0.1)), nbytes)
 
 
 def select_blocks(x: Inputs) -> Operation:
@@ -175,18 +274,15 @@ def cases(options: Options) -> Cases:
     }  # fmt: skip
 
 
-_speeds = functools.cache(bandwidths)  # again in a process that goes on behind another
-
-
 def speeds(options: Options) -> Iterator[dict[str, Any]]:
     """A row for each way that bytes take."""
-    for way, speed in _speeds(options).items():
+    for way, speed in bandwidths(options).items():
         yield {"operation": f"speed: {way}", "gb_per_s": speed / 1000}
 
 
 def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]:
     """One row of results, microseconds."""
-    timer, operation, speed = Timer(options), OPERATIONS[name](Inputs(options, size)), _speeds(options)
+    timer, operation, speed = Timer(options), OPERATIONS[name](Inputs(options, size)), bandwidths(options)
     call = operation.call
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
     floor = max(operation.device_bytes / speed["device"], operation.link_bytes / speed["link"])

@@ -70,8 +70,3 @@ class Options:
     def dtype(self) -> torch.dtype:
         """Of weights and KV."""
         return torch.bfloat16 if self.on_gpu else torch.float32
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from common import clock
 from gpu import models
 from gpu.options import Options
 from gpu.supervise import Cases, NotApplicable
@@ -40,13 +40,13 @@ def measure(options: Options, name: str) -> Iterator[dict[str, Any]]:
 
 def _first_token(options: Options, name: str, tokens: int) -> float:
     """Seconds of a new cache and a prompt of one row, in one piece."""
-    model = models.build(options)
-    model.set_attn_implementation("hybrid_sparse" if name == "default" else "sdpa")
+    model, ours = models.build(options), name == "default"
+    model.set_attn_implementation("hybrid_sparse" if ours else "sdpa")
     ids = torch.randint(model.config.vocab_size, (1, tokens), device=options.device)
     gc.collect()
-    options.synchronize()
-    start = time.perf_counter()
-    offloading = {"offloading": True} if name == "offloading" else {}
-    cache: Any = HybridCache(model, "scout") if name == "default" else DynamicCache(config=model.config, **offloading)
-    model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1).cpu()
-    return time.perf_counter() - start
+    with clock() as seconds:
+        cache: Any = (
+            HybridCache(model, "scout") if ours else DynamicCache(config=model.config, offloading=name == "offloading")
+        )
+        model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1).cpu()
+    return seconds[0]

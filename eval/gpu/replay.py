@@ -36,16 +36,14 @@ class Script:
 
 def parse(text: str) -> dict[str, float]:
     """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out."""
-    numbers = {"recall": 8.0}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in ("miss", "drift", "recall"):
-            raise ValueError(f"replay={text!r}: {name!r} is not one of miss, drift, recall")
-        numbers[name] = float(value)
-    if not ("miss" in numbers and "drift" in numbers and 0 <= numbers["miss"] < 0.5 and 0 <= numbers["drift"] < 1):
-        raise ValueError(f"replay={text!r} must give miss (below 0.5) and drift (below 1)")
-    if numbers["recall"] < 0 or numbers["recall"] % 1:
-        raise ValueError(f"replay={text!r}: recall must be a whole number of steps, 0 for never")
+    parts = (part.strip().partition("=") for part in text.split(","))
+    numbers = {"recall": 8.0} | {name: float(value) for name, _, value in parts}
+    right = numbers.keys() == {"miss", "drift", "recall"} and 0 <= numbers["miss"] < 0.5 and 0 <= numbers["drift"] < 1
+    if not right or numbers["recall"] < 0 or numbers["recall"] % 1:
+        raise ValueError(
+            f"replay={text!r} must give miss (below 0.5), drift (below 1) and perhaps recall, a whole number of steps, "
+            "0 for never"
+        )
     return numbers
 
 
@@ -64,65 +62,35 @@ def write_script(
         recall: steps between recalls, 0 for never.
         device: where the script lies.
     """
-    first, newest = fixed
-    free, middle, steps = np.arange(first, blocks_at[0] - newest), budget - first - newest, len(blocks_at)
+    (first, newest), steps = fixed, len(blocks_at)
+    free, middle = np.arange(first, blocks_at[0] - newest), budget - first - newest
     if middle < 2 or len(free) < 2 * middle:
         raise ValueError(f"{blocks_at[0]} blocks are too few for a script with a budget of {budget}")
-    rng, count = np.random.default_rng(0), min(lines[0] * lines[1], DISTINCT)
-    found = [_one_line(rng, free, middle, steps, miss * budget, drift * budget, int(recall)) for _ in range(count)]
-
-    def whole(middles: np.ndarray, blocks: int) -> np.ndarray:
-        """`[lines, middle]` with the first and the newest blocks around them."""
-        around = np.arange(first), np.arange(blocks - newest, blocks)
-        before, behind = (np.tile(each, (len(middles), 1)) for each in around)
-        return np.concatenate([before, middles, behind], -1)
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        picked = array[..., np.arange(lines[0] * lines[1]) % count, :]
-        return torch.from_numpy(picked.reshape(*array.shape[:-2], *lines, budget).astype(np.int32)).to(device)
-
-    starts, paths, far, moved = (np.array(each) for each in zip(*found, strict=True))
-    chosen = np.stack([whole(paths[:, step], blocks) for step, blocks in enumerate(blocks_at)])
-    return Script(
-        tensor(whole(starts, blocks_at[0])), tensor(chosen), int(recall), far.mean() / budget, moved.mean() / budget
-    )
-
-
-def _one_line(
-    rng: np.random.Generator, free: np.ndarray, middle: int, steps: int, miss: float, drift: float, recall: int
-) -> tuple[list[int], list[list[int]], list[int], list[int]]:
-    """One row and KV head: resident blocks, the choice of each step, and how many are missing and new in each.
-
-    `miss` and `drift` are numbers of blocks here, `middle` is how many are chosen of the `free` ones.
-    """
-
-    def some(of: set[int], count: int) -> set[int]:
-        pool = sorted(of)
-        return set(rng.choice(pool, min(max(count, 0), len(pool)), replace=False).tolist())
-
-    everything = set(free.tolist())
-    resident = some(everything, middle)
-    start, chosen = sorted(resident), set(resident)
-    path, missing, changes = [], [], []
+    count = min(lines[0] * lines[1], DISTINCT)
+    order = np.random.default_rng(0).permuted(np.tile(free, (count, 1)), axis=1)
+    near, far = order[:, :middle], order[:, middle:]  # resident blocks, and the others
+    start, chosen, path, missing, new = near, near, [], [], []
     for step in range(steps):
-        aim, change = min(int(miss + rng.random()), middle), int(drift + rng.random())  # their means are as wanted
-        before, near, far = set(chosen), chosen & resident, chosen - resident
-        # Half of what changes are resident blocks that come and go, as far as there are any; the others are far.
-        spare = resident - chosen
-        swap = min(change // 2, len(spare), len(near))
-        near = (near - some(near, swap)) | some(spare, swap)
-        far -= some(far, max(change - swap, len(far) - aim))
-        far |= some(everything - resident - far, aim - len(far))
-        wanted = middle - len(far)
-        near -= some(near, len(near) - wanted)
-        near |= some(resident - near, wanted - len(near))
-        chosen = near | far
-        path.append(sorted(chosen))
-        missing.append(len(far))
-        changes.append(len(chosen - before))
+        # Whole numbers of blocks whose means are as wanted.
+        misses, moves = (int((step + 1) * aim) - int(step * aim) for aim in (miss * budget, drift * budget / 2))
+        # Half of what changes are resident blocks that come and go, half are others.
+        near, far = np.roll(near, -moves, 1), np.roll(far, -moves, 1)
+        before, chosen = chosen, np.concatenate([near[:, misses:], far[:, :misses]], 1)
+        path.append(chosen)
+        missing.append(misses)
+        new.append((chosen[:, :, None] != before[:, None]).all(2).sum(1).mean())
         if recall and (step + 1) % recall == 0:
-            resident = set(chosen)
-    return start, path, missing, changes
+            near, far = chosen, np.concatenate([far[:, misses:], near[:, :misses]], 1)
+
+    def tensor(middles: np.ndarray, blocks: int) -> torch.Tensor:
+        """`[B, Hkv, k]`, with the first and the newest of so many blocks around the middle ones `[count, middle]`."""
+        around = np.tile(np.r_[:first, blocks - newest : blocks], (count, 1))
+        whole = np.sort(np.concatenate([around, middles], 1))[np.arange(lines[0] * lines[1]) % count]
+        return torch.from_numpy(whole.reshape(*lines, budget).astype(np.int32)).to(device)
+
+    every = torch.stack([tensor(middles, blocks) for middles, blocks in zip(path, blocks_at, strict=True)])
+    means = float(np.mean(missing)) / budget, float(np.mean(new)) / budget
+    return Script(tensor(start, blocks_at[0]), every, int(recall), *means)
 
 
 @dataclass(slots=True)
@@ -164,28 +132,23 @@ class Replay(Scout):
 
     name = "replay"
     smoothing: float = 0.0
-    script: Script | None = field(default=None, compare=False, repr=False)
+    script: Script = field(kw_only=True, compare=False, repr=False)
 
     def new_state(self, layer: Any) -> ReplayState:
         at = torch.zeros(1, dtype=torch.int64, device=layer.device)
         return ReplayState(super().new_state(layer).clock, at=at)
 
     def before_layer(self, step: Any) -> None:
-        super().before_layer(Scripted(step, self._script))
+        super().before_layer(Scripted(step, self.script))
 
     def plan(self, step: Any) -> Plan:
-        plan = super().plan(Scripted(step, self._script))
-        step.state.at.add_(1).clamp_(max=len(self._script.chosen) - 1)
+        plan = super().plan(Scripted(step, self.script))
+        step.state.at.add_(1).clamp_(max=len(self.script.chosen) - 1)
         return plan
 
     def place(self, step: Any, slots: int) -> Selection:
-        blocks = self._script.resident
+        blocks = self.script.resident
         if slots < blocks.shape[2]:  # one slot is kept for the block that comes
             blocks = torch.cat([blocks[:, :, :1], blocks[:, :, 1 - slots :]], 2)
         step.learn(wanted(step.score(self.join), blocks), 0.0)
         return whole(blocks, step.block_size)
-
-    @property
-    def _script(self) -> Script:
-        assert self.script is not None
-        return self.script

@@ -18,7 +18,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:
-        self.folder, self.meta, self.log = folder, dict(meta), folder / "failed.txt"
+        self.folder, self.meta, self.log = folder.resolve(), dict(meta), folder.resolve() / "failed.txt"
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, parts: Collection[str], lasting: Collection[str]) -> None:
@@ -48,8 +48,8 @@ class Results:
         """Note what became of a case, and in the log why it failed."""
         last = note.strip().splitlines()[-1][:200] if note.strip() else ""
         others = [row for row in _read(self.folder, "cases") if (row["part"], row["case"]) != (part, name)]
-        self._write("cases", others)
-        self.add("cases", {"part": part, "case": name, "status": status, "seconds": seconds, "note": last})
+        told = {"part": part, "case": name, "status": status, "seconds": f"{seconds:.6g}", "note": last}
+        self._write("cases", [*others, told | self.meta])
         if status in ("failed", "cut off"):
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(f"=== {part}: {name}\n{note.rstrip()}\n\n")

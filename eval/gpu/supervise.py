@@ -7,10 +7,9 @@ another one goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import importlib
-import json
+import pickle
 import subprocess
 import sys
 import time
@@ -28,34 +27,41 @@ from gpu.results import Results
 Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
 """By name, the seconds that a case may take, and what yields its rows: `cases(options)` of a part's module."""
 LEAST = 10  # seconds without which no case is begun
-_deadline = float("inf")
+CHILD = "import gpu.supervise as s, pickle, sys; s.here(*pickle.load(sys.stdin.buffer), alone=True)"
+_end = float("inf")
 
 
 class NotApplicable(Exception):
     """Raised inside a case that cannot be had here; the message says why."""
 
+    status = "not applicable"
 
-class TimeUp(Exception):
+
+class TimeUp(NotApplicable):
     """Raised inside a case that was given less time than it may take; the message says how far it got."""
+
+    status = "cut off"
 
 
 def seconds_left() -> float:
     """Until the part has to end."""
-    return _deadline - time.monotonic()
+    return _end - time.monotonic()
 
 
-def here(part: str, cases: Cases, results: Results, seconds: float, *, alone: bool = False) -> None:
-    """Run the cases of a part here; a process of its own (`alone`) ends where a case fails or takes too long."""
-    global _deadline
-    _deadline = time.monotonic() + seconds
-    told = results.cases(part)
+def here(part: str, module: str, options: Options, results: Results, end: float, *, alone: bool = False) -> None:
+    """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes too long.
+
+    `module` is the name of the part's module, `end` a time of `time.monotonic`, one clock for all processes.
+    """
+    global _end
+    _end, told, cases = end, results.cases(part), importlib.import_module(module).cases(options)
     for name, (most, work) in cases.items():
         if name in told:
             continue
-        if alone and seconds_left() < LEAST:
-            return
-        results.case(part, name, "running")
         if alone:
+            if seconds_left() < LEAST:
+                return
+            results.case(part, name, "running")
             faulthandler.dump_traceback_later(max(min(most, seconds_left()) - 1, 0.5), exit=True)
         start, status, note, fit = time.monotonic(), "done", "", True
         try:
@@ -63,11 +69,9 @@ def here(part: str, cases: Cases, results: Results, seconds: float, *, alone: bo
                 for row in work():
                     results.add(part, row)
         except NotApplicable as reason:
-            status, note = "not applicable", str(reason)
-        except TimeUp as reason:
-            status, note = "cut off", str(reason)
+            status, note = reason.status, str(reason)
         except torch.OutOfMemoryError as reason:  # of a capture, perhaps
-            status, note, fit = "not applicable", str(reason).splitlines()[0], False
+            status, note, fit = NotApplicable.status, str(reason).splitlines()[0], False
         except Exception:
             status, note, fit = "failed", traceback.format_exc(), False
         faulthandler.cancel_dump_traceback_later()
@@ -80,25 +84,15 @@ def supervise(part: str, module: ModuleType, options: Options, results: Results,
     """Run the cases of a part's module in processes, until all have been begun or time is up."""
     end, left = time.monotonic() + seconds, set(module.cases(options))
     while (left := left - results.cases(part).keys()) and (rest := end - time.monotonic()) > LEAST:
-        job = {"part": part, "module": module.__name__, "options": dataclasses.asdict(options)}
-        job |= {"folder": str(results.folder.resolve()), "meta": results.meta, "end": end}
-        command = [sys.executable, "-c", "import gpu.supervise as s, sys; s.child(sys.argv[1])", json.dumps(job)]
+        given = pickle.dumps((part, module.__name__, options, results, end))
+        command, folder = [sys.executable, "-X", "faulthandler", "-c", CHILD], Path(__file__).parents[1]
         try:
-            ended = subprocess.run(command, cwd=Path(__file__).parents[1], timeout=rest, check=False).returncode
-            status, note = "failed", f"the process ended with status {ended}"
+            ended = subprocess.run(command, cwd=folder, input=given, timeout=rest, check=False).returncode
+            status, note = "failed", "took too long" if ended == 1 else f"the process ended with status {ended}"
         except subprocess.TimeoutExpired:
             ended, status, note = 0, "cut off", "time was up"
         for name, told in results.cases(part).items():
             if told == "running":
-                results.case(part, name, status, note="took too long" if ended == 1 else note)
-        if not left & results.cases(part).keys() and ended:
-            raise RuntimeError(f"{part}: {note} before its first case")
-
-
-def child(job: str) -> None:
-    """A process of a part."""
-    given = json.loads(job)
-    cases = importlib.import_module(given["module"]).cases(Options(**given["options"]))
-    faulthandler.enable()
-    seconds = given["end"] - time.monotonic()  # one clock for all
-    here(given["part"], cases, Results(Path(given["folder"]), given["meta"]), seconds, alone=True)
+                results.case(part, name, status, note=note)
+        if ended and not left & results.cases(part).keys():
+            raise RuntimeError(f"{part}: the process ended with status {ended} before its first case")
