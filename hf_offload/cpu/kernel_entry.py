@@ -45,7 +45,7 @@ class _LowerWithEntry(Lower):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LoweringWithEntry(NativeLowering):
-    _name = "lowering_with_entry"
+    _name = f"lowering_with_entry_{id(_LowerWithEntry)}"  # another one when the package is imported again
 
     @property
     def lowering_class(self) -> type[Lower]:
@@ -90,7 +90,7 @@ def lay_out(value: Any, words: list[int]) -> None:
         TypeError: not an array, an int, a float, None or a tuple of such; a bool is none of these.
     """
     kind = type(value)
-    if kind is np.ndarray:
+    if kind is np.ndarray or isinstance(value, np.ndarray):
         words += (0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
     elif kind is int:
         words.append(value)

@@ -342,12 +342,12 @@ def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
     if not hasattr(compiled, "names"):
         raise TypeError(f"{compiled!r} was not made by `kernel`; decorate it by that")
     args = tuple([int(x) if type(x) is bool else x for x in args])
+    words: list[int] = []
+    lay_out(args, words)
     key = compiled, _kinds_of(args)
     if key not in _layouts:
         _layouts[key] = entry_of(compiled, numba.typeof(args).types)
     entry, (*offsets, size) = _layouts[key]
-    words: list[int] = []
-    lay_out(args, words)
     assert len(words) == size, f"{len(words)} words of {args}"
     memory: Array = np.array(words, np.int64)
     return _Bound(entry, memory.ctypes.data, memory.data, tuple(offsets))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -88,3 +90,36 @@ def test_a_launch_of_one_thread_does_all_tasks_or_says_so() -> None:
         adding(zeros(5), limit=3)()
     with pytest.raises(MemoryError, match="an append: only 1 of 2 tasks were done"):
         adding(zeros(2), limit=1).run("an append")
+
+
+class Parts(NamedTuple):
+    numbers: tuple[int, int]
+    none: None
+    share: float
+    empty: tuple[()]
+    row: Array
+
+
+@kernel
+def read_kernel(ticket: Array, tasks: int, flag: int, parts: Parts, plane: Array, last: float, out: Array) -> None:
+    """Write all that the arguments hold to `out`."""
+    out[0], out[1], out[2], out[3] = flag, parts.numbers[0], parts.numbers[1], parts.share
+    out[4], out[5], out[6] = len(parts.empty), last, parts.none is None
+    out[7], out[8], out[9] = plane.shape[0], plane.shape[1], parts.row.size
+    for i in range(plane.shape[0]):
+        for j in range(plane.shape[1]):
+            out[10 + i * plane.shape[1] + j] = plane[i, j] + parts.row[j]
+    count_up(ticket, 0)
+    count_up(ticket, 1)
+
+
+def test_a_kernel_reads_the_arguments_that_it_was_given(tmp_path: Path) -> None:
+    wide, out = np.arange(24, dtype=np.float32).reshape(4, 6), np.full(16, np.nan)
+    row = np.memmap(tmp_path / "row", np.int64, "w+", shape=(3,))
+    row[:] = 100, 200, 300
+    Launch(read_kernel, 1, (True, Parts((-5, np.int64(7)), None, 0.25, (), row), wide[::2, ::2], -0.0, out), 0)()
+    want = np.concatenate([[1, -5, 7, 0.25, 0, -0.0, 1, 2, 3, 3], (wide[::2, ::2] + row).ravel()])
+    assert out.tobytes() == want.tobytes()
+    for wrong in ("text", np.int32(1), 1j):
+        with pytest.raises(TypeError, match="a kernel takes arrays, ints, floats, None and tuples of such, not"):
+            Launch(add_kernel, 1, (1, wrong, zeros(1), zeros(1)), 0)()
