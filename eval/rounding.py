@@ -11,8 +11,9 @@ largest of the steps' largest differences. For comparison `other` decodes after 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -35,8 +36,9 @@ def plain(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, c
     return measuring.follow(model, cache, reading.following)[0]
 
 
-def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
-    """Queries are multiplied by 1 + `NOISE` · normal."""
+@contextlib.contextmanager
+def noisy() -> Iterator[None]:
+    """Multiply queries by 1 + `NOISE` · normal."""
     attend, generator = AttentionInterface()[NAME], torch.Generator().manual_seed(0)
 
     def disturbed(module: Any, query: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -45,9 +47,14 @@ def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, c
 
     AttentionInterface.register(NAME, disturbed)
     try:
-        return plain(model, row, reading, cache)
+        yield
     finally:
         AttentionInterface.register(NAME, attend)
+
+
+def noise(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
+    with noisy():
+        return plain(model, row, reading, cache)
 
 
 def drafts(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, cache: HybridCache) -> torch.Tensor:
