@@ -634,7 +634,12 @@ def write(text: str) -> str:
 
     def fill(mark: re.Match[str]) -> str:
         start, template, old, end = mark.groups()
-        made = tell(template)
+        if "<!--fig:" in old:
+            raise ValueError(f"the figure {template} has no <!--/fig-->")
+        try:
+            made = tell(template)
+        except Exception as error:
+            raise ValueError(f"the figure {template} cannot be made: {error!r}") from error
         return f"{start}\n{made}\n{end}" if old.startswith("\n") else f"{start}{made}{end}"
 
     return MARK.sub(fill, text)
@@ -648,7 +653,10 @@ def main(
     stale = []
     for page in map(Path.resolve, paths or pages()):
         text = page.read_text(encoding="utf-8")
-        made = write(text)
+        try:
+            made = write(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{page}: {error}") from None
         if made != text:
             stale.append(page.relative_to(ROOT))
             if not check:

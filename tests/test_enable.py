@@ -28,6 +28,7 @@ from transformers import (
 
 import hf_offload
 from hf_offload import HybridCache, disable, enable, enabled
+from hf_offload.graph.cuda_graph import graphed
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
 
@@ -128,23 +129,44 @@ def test_threads_that_make_a_models_first_caches_share_its_hooks(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.set_attn_implementation("hybrid_sparse")
-    decoder, together = model.get_decoder(), threading.Barrier(2)
+    together = threading.Barrier(2)
 
-    def hesitant() -> Any:
-        time.sleep(0.05)  # the other thread gets its turn while this one looks for the decoder
-        return decoder
+    def hesitant(method: Any) -> Any:
+        """What the other thread gets its turn before."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.05)
+            return method(*args, **kwargs)
+
+        return called
 
     def make(_: int) -> HybridCache:
         together.wait(10)
         return HybridCache(model, "full")
 
-    monkeypatch.setattr(model, "get_decoder", hesitant)
+    for name in ("get_decoder", "register_forward_pre_hook"):
+        monkeypatch.setattr(model, name, hesitant(getattr(model, name)))
     with ThreadPoolExecutor(2) as pool:
         caches = list(pool.map(make, range(2)))
     both = hooks_on(model)
     caches.pop()
     gc.collect()
     assert hooks_on(model) == both > 0
+
+
+def test_a_cache_of_a_thread_that_begins_as_the_last_one_goes_leaves_the_models_methods(model: PreTrainedModel) -> None:
+    first, held = graphed(model), list[Any]()
+
+    def begin() -> None:
+        thread = threading.Thread(target=lambda: held.append(graphed(model)))
+        thread.start()
+        thread.join()
+
+    weakref.finalize(first, begin)  # the newest one runs first, before the methods are put back
+    del first
+    assert len(held) == 1
+    held.clear()
+    assert not {"forward", "generate"} & vars(model).keys()
 
 
 def test_knobs_are_checked_at_once_and_failures_leave_no_trace(model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba.core import types
 from numba.core.compiler import Compiler
 from numba.core.compiler_machinery import register_pass
 from numba.core.lowering import Lower
@@ -37,7 +38,7 @@ class _LowerWithEntry(Lower):
         index, zero = ir.IntType(32), ir.Constant(ir.IntType(32), 0)
         fields = [builder.gep(argument, [zero, index(i)]) for i in range(len(fndesc.argtypes))]
         args = [builder.load(field) for field in fields]
-        # An exception shows as undone tasks.
+        # An exception shows as undone tasks. Inlined, a kernel's code would be there twice.
         convention.call_function(builder, kernel, fndesc.restype, fndesc.argtypes, args, attrs=("noinline",))
         builder.ret_void()
         self.library.add_ir_module(module)
@@ -62,7 +63,7 @@ class KernelCompiler(Compiler):
         return pipelines
 
 
-def entry_of(compiled: Any, kinds: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
+def entry_of(compiled: Any, kinds: tuple[Any, ...]) -> tuple[int, tuple[int, ...], int]:
     """Compile or load a kernel.
 
     Args:
@@ -70,15 +71,19 @@ def entry_of(compiled: Any, kinds: tuple[Any, ...]) -> tuple[int, tuple[int, ...
         kinds: Numba types of its arguments.
 
     Returns:
-        The address of its `ENTRY`; for each argument its offset in the entry's argument, and the size of that, in int64
-        words.
+        The address of its `ENTRY`; in the entry's argument, in int64 words, the offset of each argument; its size.
+
+    Raises:
+        TypeError: the kernel returns something.
     """
     compiled.compile(kinds)
     result, context = compiled.overloads[kinds], compiled.targetctx
+    if result.fndesc.restype != types.none:
+        raise TypeError(f"{compiled.__name__} returns {result.fndesc.restype}; a kernel writes its results and returns")
     data, layout = context.target_data, _layout(context, kinds)
     offsets = [layout.get_element_offset(data, i) // 8 for i in range(len(kinds))]
     address = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
-    return address, (*offsets, layout.get_abi_size(data) // 8)
+    return address, tuple(offsets), layout.get_abi_size(data) // 8
 
 
 def lay_out(value: Any, words: list[int]) -> None:
@@ -87,16 +92,18 @@ def lay_out(value: Any, words: list[int]) -> None:
     Of an array the memory is borrowed: no thread counts references to it.
 
     Raises:
-        TypeError: not an array, an int, a float, None or a tuple of such; a bool is none of these.
+        TypeError: not an array, an int, a float, None or a tuple of such. A bool, or a number of NumPy's that is not of
+            64 bits, is none of these.
     """
     kind = type(value)
-    if kind is np.ndarray or isinstance(value, np.ndarray):
-        words += (0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
+    if kind is np.ndarray or isinstance(value, np.ndarray):  # the first is quick, as in all that follow
+        no_owner = 0
+        words += (no_owner, no_owner, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
     elif kind is int:
         words.append(value)
     elif value is None:
         words.append(0)
-    elif kind is float:
+    elif kind is float or isinstance(value, float):
         words += _WORD.unpack(_FLOAT.pack(value))
     elif isinstance(value, tuple):
         for part in value:
@@ -104,4 +111,7 @@ def lay_out(value: Any, words: list[int]) -> None:
     elif isinstance(value, np.int64):
         words.append(int(value))
     else:
-        raise TypeError(f"a kernel takes arrays, ints, floats, None and tuples of such, not {value!r}")
+        raise TypeError(
+            f"a kernel takes arrays, ints, floats, None and tuples of such, not {value!r}; convert it by int() or "
+            "float()"
+        )

@@ -60,7 +60,8 @@ class Launch:
     Args:
         kernel: made by `kernel`; it takes task numbers from the ticket (`memory.next_task`) until none is left.
         tasks: the number of tasks.
-        args: the kernel's arguments after ticket and tasks.
+        args: the kernel's arguments after ticket and tasks: arrays, ints, floats, None, or tuples of these; and bools,
+            which are ints to the kernel.
         cost: an upper bound of the bytes that the kernel reads.
         keep: objects whose memory the kernel reaches only by address, kept alive as long as the launch.
         counters: int64, further counters of the kernel, set to 0 before each run; or None.
@@ -320,7 +321,7 @@ def _run_all(rows: int, count: int, runtime: int, threads: int) -> int:
     return _ALL_DONE
 
 
-_layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+_layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...], int]] = {}
 """What `entry_of` returns, by kernel and `_kinds_of`: `numba.typeof` is slow."""
 
 
@@ -328,7 +329,7 @@ def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A cheap key of the argument types: equal keys get the same compiled kernel."""
     return tuple(
         [
-            (x.dtype, x.ndim)
+            (x.dtype, x.ndim, x.flags.c_contiguous)
             if isinstance(x, np.ndarray)
             else (type(x), *_kinds_of(x))
             if isinstance(x, tuple)
@@ -341,16 +342,16 @@ def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _bind(compiled: Any, args: tuple[Any, ...]) -> _Bound:
     if not hasattr(compiled, "names"):
         raise TypeError(f"{compiled!r} was not made by `kernel`; decorate it by that")
-    args = tuple([int(x) if type(x) is bool else x for x in args])
+    args = tuple([int(x) if type(x) is bool else x for x in args])  # memory has no bool
     words: list[int] = []
     lay_out(args, words)
+    memory: Array = np.array(words, np.int64)
     key = compiled, _kinds_of(args)
     if key not in _layouts:
         _layouts[key] = entry_of(compiled, numba.typeof(args).types)
-    entry, (*offsets, size) = _layouts[key]
+    entry, offsets, size = _layouts[key]
     assert len(words) == size, f"{len(words)} words of {args}"
-    memory: Array = np.array(words, np.int64)
-    return _Bound(entry, memory.ctypes.data, memory.data, tuple(offsets))
+    return _Bound(entry, memory.ctypes.data, memory.data, offsets)
 
 
 @jit

@@ -565,7 +565,13 @@ def graphed(model: nn.Module) -> GraphedForward:
     """Return the model's `GraphedForward`, an existing or a new one."""
     with installing():
         graphed = getattr(model.__dict__.get("forward"), "_graphed", lambda: None)()
-        return graphed if isinstance(graphed, GraphedForward) else GraphedForward(model)
+        if isinstance(graphed, GraphedForward):
+            return graphed
+        for name in ("forward", "generate"):
+            override = model.__dict__.get(name)
+            if isinstance(override, _MethodOverride) and override._graphed() is None:  # it is about to be restored
+                _restore(weakref.ref(model), override, name, override._instance_method)
+        return GraphedForward(model)
 
 
 def _split_arguments(cache: Any, kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:

@@ -10,7 +10,10 @@ _lock = threading.RLock()
 
 
 def installing() -> AbstractContextManager[bool]:
-    """Return the lock that is held while a thread looks for what is installed in a model and installs what is not."""
+    """Return the lock that is held while a thread looks for what is installed in a model and installs what is not.
+
+    It is one for all models.
+    """
     return _lock
 
 

@@ -50,7 +50,7 @@ def test_steps_that_are_planned_one_by_one_give_the_same_bits(
     """What depends on the length is written into every launch, whatever lay in the buffers before."""
     ids, _ = prompt(2, 320)
     found, empty = [], np.empty
-    compiled = HybridCache(model, name, **KNOBS[name])  # kernels call NumPy's own np.empty
+    compiled = HybridCache(model, name, **KNOBS[name])  # Numba knows NumPy's own np.empty alone
     prefill(model, compiled, ids[:, :200])
     decode(model, compiled, ids, 200, 202)
 

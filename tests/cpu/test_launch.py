@@ -120,6 +120,18 @@ def test_a_kernel_reads_the_arguments_that_it_was_given(tmp_path: Path) -> None:
     Launch(read_kernel, 1, (True, Parts((-5, np.int64(7)), None, 0.25, (), row), wide[::2, ::2], -0.0, out), 0)()
     want = np.concatenate([[1, -5, 7, 0.25, 0, -0.0, 1, 2, 3, 3], (wide[::2, ::2] + row).ravel()])
     assert out.tobytes() == want.tobytes()
-    for wrong in ("text", np.int32(1), 1j):
+    for wrong in ("text", np.int32(1), 1j, (True,)):
         with pytest.raises(TypeError, match="a kernel takes arrays, ints, floats, None and tuples of such, not"):
             Launch(add_kernel, 1, (1, wrong, zeros(1), zeros(1)), 0)()
+    with pytest.raises(OverflowError):
+        Launch(add_kernel, 1, (2**63, 1, zeros(1), zeros(1)), 0)()
+
+
+@kernel
+def returning_kernel(ticket: Array, tasks: int, number: int) -> int | None:
+    return number if number > 3 else None
+
+
+def test_a_kernel_that_returns_something_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"returning_kernel returns .*; a kernel writes"):
+        Launch(returning_kernel, 1, (2,), 0)()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import figures
-from figures import MARK, ROOT, pages, write
+from figures import FIELD, MARK, ROOT, pages, write
 
 OTHERS = {"architecture.md", "design-notes.md", "design-notes-methods.md", "models.md"}
 PAGES = [page for page in pages() if page.name not in OTHERS]
@@ -60,6 +60,8 @@ def test_every_mark_is_closed_and_every_function_used() -> None:
         marks = MARK.findall(text)
         assert text.count("<!--fig:") == text.count("<!--/fig-->") == len(marks), page
         assert not re.findall(r"^[ \-*]*<!--fig:[^\n]*<!--/fig-->", text, re.M), f"{page}: Markdown ends at such a line"
+        assert all(FIELD.search(mark[1]) for mark in marks), f"{page}: a figure that nothing makes"
+        assert not any(UNITS.search(FIELD.sub("", mark[1])) for mark in marks), f"{page}: a number that is typed"
         assert not any("--" in mark[1] or "|" in mark[1] for mark in marks), f"{page}: Markdown ends at such a comment"
         used += "".join(mark[1] for mark in marks)
     named = [name for name, value in vars(figures).items() if callable(value) and not isinstance(value, type)]
