@@ -325,11 +325,14 @@ _layouts: dict[tuple[Any, ...], tuple[int, tuple[int, ...], int]] = {}
 """What `entry_of` returns, by kernel and `_kinds_of`: `numba.typeof` is slow."""
 
 
+_ORDERS = 0b11  # of an array's flags: in C's and in Fortran's order
+
+
 def _kinds_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A cheap key of the argument types: equal keys get the same compiled kernel."""
     return tuple(
         [
-            (x.dtype, x.ndim, x.flags.c_contiguous)
+            (x.dtype, x.ndim, x.flags.num & _ORDERS)
             if isinstance(x, np.ndarray)
             else (type(x), *_kinds_of(x))
             if isinstance(x, tuple)

@@ -114,12 +114,14 @@ def read_kernel(ticket: Array, tasks: int, flag: int, parts: Parts, plane: Array
 
 
 def test_a_kernel_reads_the_arguments_that_it_was_given(tmp_path: Path) -> None:
-    wide, out = np.arange(24, dtype=np.float32).reshape(4, 6), np.full(16, np.nan)
+    numbers = np.arange(24, dtype=np.float32).reshape(4, 6)[::2, ::2]
     row = np.memmap(tmp_path / "row", np.int64, "w+", shape=(3,))
     row[:] = 100, 200, 300
-    Launch(read_kernel, 1, (True, Parts((-5, np.int64(7)), None, 0.25, (), row), wide[::2, ::2], -0.0, out), 0)()
-    want = np.concatenate([[1, -5, 7, 0.25, 0, -0.0, 1, 2, 3, 3], (wide[::2, ::2] + row).ravel()])
-    assert out.tobytes() == want.tobytes()
+    want = np.concatenate([[1, -5, 7, 0.25, 0, -0.0, 1, 2, 3, 3], (numbers + row).ravel()])
+    for plane in (numbers, numbers.copy(), np.asfortranarray(numbers)):
+        out = np.full(16, np.nan)
+        Launch(read_kernel, 1, (True, Parts((-5, np.int64(7)), None, np.float64(0.25), (), row), plane, -0.0, out), 0)()
+        assert out.tobytes() == want.tobytes()
     for wrong in ("text", np.int32(1), 1j, (True,)):
         with pytest.raises(TypeError, match="a kernel takes arrays, ints, floats, None and tuples of such, not"):
             Launch(add_kernel, 1, (1, wrong, zeros(1), zeros(1)), 0)()
