@@ -380,7 +380,8 @@ def environment() -> dict[str, str]:
     commit = git("rev-parse", "--short=12", "HEAD") or "unknown"
     # The results themselves are rewritten by the very runs that record the commit.
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
-    script = Path(sys.argv[0])
+    script, module = Path(sys.argv[0]), sys.modules["__main__"].__spec__
+    program = [f"{script.parent.name}/{script.name}"] if module is None else ["-m", module.name]
     # Of a file's path only the name: where it lay is of no use to anyone else. Names of models stay.
     arguments = [_FOLDERS.sub("", argument) for argument in sys.argv[1:]]
     return {
@@ -392,7 +393,7 @@ def environment() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "transformers", "numba", "triton")},
-        "command": shlex.join(["python", f"{script.parent.name}/{script.name}", *arguments]),
+        "command": shlex.join(["python", *program, *arguments]),
     }
 
 
