@@ -81,9 +81,10 @@ def pytest_collection() -> Iterator[None]:
 
 LONGEST = {
     "test_cli.py", "test_docs.py", "test_drafts.py", "test_enable.py", "test_exactness.py", "test_extending.py",
-    "test_families.py", "test_faults.py", "test_forged.py", "test_fork.py", "test_gpu_check.py", "test_interruptions.py",
-    "test_limits.py", "test_names.py", "test_pairs.py", "test_prefix_store.py", "test_processes.py", "test_properties.py",
-    "test_reasons.py", "test_released.py", "test_replays.py", "test_samples.py", "test_scripts.py",
+    "test_families.py", "test_faults.py", "test_forged.py", "test_fork.py", "test_gpu_check.py",
+    "test_interruptions.py", "test_limits.py", "test_names.py", "test_pairs.py", "test_prefix_store.py",
+    "test_processes.py", "test_properties.py", "test_reasons.py", "test_released.py", "test_replays.py",
+    "test_samples.py", "test_scripts.py",
 }  # fmt: skip
 """Files that take longest, or few of whose tests take long: those begin."""
 
