@@ -608,6 +608,6 @@ def _restore(model: weakref.ref[nn.Module], override: _MethodOverride, name: str
     if owner is None or owner.__dict__.get(name) is not override:
         return
     if instance_method is None:
-        delattr(owner, name)
+        owner.__dict__.pop(name, None)  # `graphed` in another thread may have taken it out
     else:
         setattr(owner, name, instance_method)
