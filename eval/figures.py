@@ -132,6 +132,17 @@ def processor(cpu: str) -> str:
     return name + {"family 25": " (Zen 4)", "family 26": " (Zen 5)"}.get(rest.partition(",")[0], "")
 
 
+def peers_machine() -> str:
+    """What the comparison ran on."""
+    first = peer(way=OURS)
+    return f"{first.threads} threads of an {processor(first.cpu).replace(' (', ' processor (')}"
+
+
+def times(way: str) -> float:
+    """How many times as long a token takes as with hf_offload."""
+    return float(peer(way=way).p50 / peer(way=OURS).p50)
+
+
 def peers_slower() -> str:
     """The longest context up to which llama.cpp decodes faster."""
     ms = rows("peers").pivot(index="context", columns="way", values="p50")
@@ -429,6 +440,11 @@ def saving_table() -> str:
     return table(rows("save_load", tokens=8192), columns)
 
 
+def serve_tokens() -> int:
+    """Tokens of the text that the server is asked about."""
+    return int(rows("serve").tokens.iloc[0])
+
+
 def serve_table() -> str:
     counts = sorted(int(name.rpartition("_")[2]) for name in rows("serve") if name.startswith("tokens_per_s_"))
     columns = ": {way} | first token after a kill, s: {first_token_s} | the same by hand, s: {by_hand_s}"
@@ -507,6 +523,11 @@ def h200(row_: str, context: int = 32, batch: int = 1, commit: str = "d172962") 
     return row("h200/decode", row=row_, context=1024 * context, batch=batch, commit=commit)
 
 
+def ms(row_: str, *size: int, commit: str = "d172962") -> float:
+    """Milliseconds of a step on an H200; `size` is the context in units of 1,024 tokens (32), and the rows (1)."""
+    return float(h200(row_, *size, commit=commit).p50)
+
+
 def slower(row_: str, other: str, context: int, batch: int = 1) -> float:
     """How many times as long a row's step takes as another's."""
     return float(gpu(row_, context, batch).p50 / gpu(other, context, batch).p50)
@@ -544,6 +565,11 @@ def walked() -> pd.Series:
 def code(text: str) -> str:
     """A text as code."""
     return f"`{text}`"
+
+
+def exact_types() -> int:
+    """How many types give the logits of eager attention."""
+    return int(rows("families").status.str.startswith("exact").sum())
 
 
 def model_counts() -> str:

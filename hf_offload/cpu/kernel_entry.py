@@ -89,16 +89,15 @@ def entry_of(compiled: Any, kinds: tuple[Any, ...]) -> tuple[int, tuple[int, ...
 def lay_out(value: Any, words: list[int]) -> None:
     """Append the int64 words of an argument, as compiled code reads them.
 
-    Of an array the memory is borrowed: no thread counts references to it.
+    An array's memory is borrowed: without an owner (its first two words), no thread counts references to it.
 
     Raises:
-        TypeError: not an array, an int, a float, None or a tuple of such. A bool, or a number of NumPy's that is not of
-            64 bits, is none of these.
+        TypeError: not an array, an int, a float, None or a tuple of such. Bools, and NumPy's numbers but int64 and
+            float64, are none of these.
     """
     kind = type(value)
-    if kind is np.ndarray or isinstance(value, np.ndarray):  # the first is quick, as in all that follow
-        no_owner = 0
-        words += (no_owner, no_owner, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
+    if kind is np.ndarray or isinstance(value, np.ndarray):  # the type itself is compared more quickly
+        words += (0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
     elif kind is int:
         words.append(value)
     elif value is None:

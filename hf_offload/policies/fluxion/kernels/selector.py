@@ -243,7 +243,7 @@ class Choice(NamedTuple):
 
     Args:
         digest, query, table, budgets, masses: as in `retrieve_blocks`; the choice is written to `chosen`.
-        sums: the same, as 1 or 0.
+        sums: that of `retrieve_blocks`, as 1 or 0.
         full, rest: of the query heads, see `launch.head_tiles`.
         scale, cap: of the scores.
     """
