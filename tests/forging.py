@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from test_families import build
 from test_fork import CASES, make
 from tiny import decode, feed, prompt, tiny_model
 
 from hf_offload import HybridCache
-from hf_offload.files.saving import checksum_of
+from hf_offload.files import tensor_file
 from hf_offload.files.segments import checksum
 
 PROMPT, STEPS = 205, 3
@@ -135,7 +135,7 @@ def write(folder: Path, about: Any, tensors: Tensors, segment: Tensors | None = 
     if segment is not None:
         about = with_segment(folder, about, segment_file(segment))
     text = about if isinstance(about, str) else json.dumps(about)
-    (folder / "cache.safetensors").write_bytes(save(tensors, {"about": text, "checksum": checksum_of(text, tensors)}))
+    (folder / "cache.safetensors").write_bytes(tensor_file.pack(text, tensors))
 
 
 def segment_file(tensors: Tensors) -> bytes:

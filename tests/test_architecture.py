@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "files": {"files", "cache", "blocks", "cpu"},
     "policies": {"policies", "blocks.digests"},
     "policies/fluxion": {
-        "policies.base", "policies.fluxion", "cache", "blocks", "cpu", "gpu", "files.fingerprint",
+        "policies.base", "policies.fluxion", "cache", "blocks", "cpu", "gpu", "files.fingerprint", "files.tensor_file",
         "attention.host_partial", "attention.merge",
     },
     "policies/hgca": {
@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "serving": {"serving", "prefix_store", "model.hooks"},
     "tools/training": {
         "tools", "policies.fluxion", "attention.merge", "model.hooks", "blocks.digests", "files.fingerprint",
-        "hybrid_cache",
+        "files.tensor_file", "hybrid_cache",
     },
     "tools": {
         "tools", "hybrid_cache", "enable", "model", "graph", "cache", "blocks", *CONTRACT, "policies.registry",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import forging
@@ -12,9 +13,10 @@ from forks import in_fork
 from safetensors.torch import load_file
 from tiny import tiny_model
 
+from hf_offload.files import tensor_file
 from hf_offload.files.fingerprint import likeness
 from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
+from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors
 
 QUICK = ("scout-split", "hgca-split", "full-int8-one", "linear-one")
 OTHERS = (
@@ -45,7 +47,7 @@ def test_a_forged_predictor_is_refused_or_loads(tmp_path: Path) -> None:
     for _, forge in (*forging.text_forgeries(about), *forging.tensor_forgeries(tensors, 1))[::7]:
         text, mine = copy.deepcopy(about), dict(tensors)
         forge(text, mine, {})
-        write_whole(path, mine, text)
+        tensor_file.replace(path, tensor_file.pack(json.dumps(text), mine))
         try:
             HeadPredictor.load(path, known)
         except ValueError as error:

@@ -25,7 +25,7 @@ from tiny import DEVICE, SIZES, tiny_model
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from hf_offload import HybridCache, PrefixStore, prefix_store
-from hf_offload.files import entries, saving, segments
+from hf_offload.files import entries, segments, tensor_file
 from hf_offload.model.hooks import cache_argument
 
 Models = dict[str, PreTrainedModel]
@@ -671,7 +671,7 @@ def test_a_folder_that_cannot_be_written_is_read(make: Make, tmp_path: Path) -> 
 
 def test_an_entry_that_is_being_saved_is_found_when_it_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, prompt = make(min_seconds=99), make(min_seconds=99), ids(200)
-    real, looked = saving._write_file, []
+    real, looked = tensor_file.write, []
 
     def slow(*given: Any) -> None:
         if not looked:
@@ -681,7 +681,7 @@ def test_an_entry_that_is_being_saved_is_found_when_it_is_there(make: Make, monk
     ask(one, prompt)
     one._min_seconds = 0
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "_write_file", slow)
+        patch.setattr(tensor_file, "write", slow)
         one.flush()
     assert looked == [0]
     assert ask(other, prompt, keep=False)[:2] == (198, "disk")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import stat
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import nn
 
 from hf_offload.blocks.digests import DigestStore
@@ -24,6 +21,7 @@ from hf_offload.cache.conversion import device_of
 from hf_offload.cache.layer import HybridLayer, open_layer
 from hf_offload.cache.stock_layers import check, unpack
 from hf_offload.fields import Field, check_tensors
+from hf_offload.files import tensor_file
 from hf_offload.files.saved_fields import (
     RESIDENT,
     check_about,
@@ -34,14 +32,12 @@ from hf_offload.files.saved_fields import (
     segment_fields,
     sizes_of,
 )
-from hf_offload.files.saving import CACHE, FORMAT, checksum_of
+from hf_offload.files.saving import CACHE, FORMAT
 from hf_offload.files.segments import KINDS, Blocks, Segment, checksum, map_segment
 from hf_offload.knobs import MOST, Moved, shown
 from hf_offload.scores import Scores
 
 _MEMORY = "a saved cache", 'a shorter context, fewer rows or host_dtype="int8" when it is saved need less'
-_UNSOUND = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
-"""The exceptions that reading a damaged or forged file may raise."""
 RUNNING = {
     "tier", "resident", "device_budget", "prefill_tile", "cuda_graph", "threads", "timeout", "check_every", "progress",
 }  # fmt: skip
@@ -72,14 +68,11 @@ class SavedCache:
         with self._file(CACHE) as file:
             data = file.read()
         with self.sound():
-            self._tensors = load(data)
-            length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-            if "checksum" in metadata and metadata["checksum"] != checksum_of(metadata["about"], self._tensors):
+            self.about, self._tensors, whole = tensor_file.unpack(data)
+            if whole is False:
                 raise self._altered(CACHE)
-            self.about: dict[str, Any] = json.loads(metadata["about"])
             saved_format = self.about["format"]
-            if saved_format == FORMAT and "checksum" not in metadata:
+            if saved_format == FORMAT and whole is None:
                 raise self._altered(CACHE)
         if saved_format != FORMAT:
             raise ValueError(
@@ -103,7 +96,7 @@ class SavedCache:
             raise
         except Moved as error:
             raise ValueError(f"{self.folder}: {error}") from error
-        except (*_UNSOUND, SafetensorError) as error:
+        except tensor_file.UNSOUND as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise DamagedError(
                 f"{self.folder / name} has invalid contents ({what}): it was damaged or forged; run the "

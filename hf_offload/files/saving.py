@@ -4,7 +4,7 @@
     tail-….safetensors      blocks that may still change
     cache.safetensors       tables, padding, resident sets, policy states; and in its metadata, under "about", a JSON
                             text: names of the segments, policy, knobs, sizes, the model's fingerprint
-                            (`saved_fields.py` has the bounds of each); under "checksum", that of all this
+                            (`saved_fields.py` has the bounds of each)
 
 Segments are named by their checksum and never change. The last step of a save gives cache.safetensors its name, in
 place of an earlier one: a killed process or a power cut leaves one of the two saved caches, whole. The files of the
@@ -14,11 +14,9 @@ other one are removed then, or by the next save.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
-import secrets
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,19 +26,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 
 from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.padding import Padding
 from hf_offload.cache.layer import HybridLayer
 from hf_offload.cache.stock_layers import pack
+from hf_offload.files import tensor_file
 from hf_offload.files.saved_fields import check_state
-from hf_offload.files.segments import NAME, Segment, sync, write_segments
+from hf_offload.files.segments import NAME, Segment, write_segments
 
 FORMAT = 9
 """Version of the format; incremented when caches saved before can no longer be read."""
 CACHE = "cache.safetensors"
-_UNFINISHED = re.compile(r"(segment|tail|cache)-[0-9a-f]{16}\.new")
+_UNFINISHED = re.compile(rf"(segment|tail|cache)-{tensor_file.UNFINISHED}")
 _OLD = {"blocks.safetensors", "digests.safetensors", "SHA256SUMS"}  # of formats before 9
 
 
@@ -99,7 +97,7 @@ def save_cache(
                     folder.rmdir()
             raise
         for above in (folder, *(path.parent for path in new)):
-            _sync_folder(above)
+            tensor_file.sync_folder(above)
     except OSError as error:
         raise _named(error, folder) from error
     for name in before - {CACHE, *(more or ()), *(segment.path.name for segment in segments)}:
@@ -119,23 +117,6 @@ def _named(error: OSError, folder: Path) -> OSError:
         f"the cache was not saved ({error.strerror or error}); {remedy}; what was there before is unchanged",
         str(folder),
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write a folder's entries to the disk, where the system can and the folder may be opened."""
-    if os.name == "nt":
-        return
-    try:
-        file = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # one that may be written, not read
-        return
-    try:
-        os.fsync(file)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):  # of file systems that sync files alone
-            raise
-    finally:
-        os.close(file)
 
 
 def _write(
@@ -169,25 +150,13 @@ def _write(
     tensors["padding"] = torch.from_numpy(padding.valid[:, : padding.seen].copy())
     names = [segment.path.name for segment in segments]
     about = {**about, "format": FORMAT, "segments": names, "layers": described, "dense": padding.dense}
-    text = json.dumps(about)
     for name, data in (more or {}).items():
-        _write_file(folder / name, data)
-    unfinished = folder / f"cache-{secrets.token_hex(8)}.new"
-    _write_file(unfinished, save(tensors, {"about": text, "checksum": checksum_of(text, tensors)}))
+        tensor_file.write(folder / name, data)
     for path in folder.iterdir() if more is not None else ():
         path.chmod(0o600)
-    _sync_folder(folder)
-    unfinished.replace(folder / CACHE)
+    data = tensor_file.pack(json.dumps(about), tensors)
+    tensor_file.replace(folder / CACHE, data, mode=None if more is None else 0o600)
     return segments
-
-
-def checksum_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The checksum of what cache.safetensors holds."""
-    digest = hashlib.sha256(about.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _replaceable(folder: Path, names: set[str]) -> bool:
@@ -196,12 +165,6 @@ def _replaceable(folder: Path, names: set[str]) -> bool:
         return False
     ours = {name for name in names if NAME.fullmatch(name) or _UNFINISHED.fullmatch(name)}
     return names <= {CACHE, *ours, *(_OLD if CACHE in names else ())}
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        sync(file)
 
 
 def _describe(layer: HybridLayer) -> dict[str, Any]:

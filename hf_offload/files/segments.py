@@ -26,6 +26,7 @@ from hf_offload.blocks.block_store import BlockStore
 from hf_offload.blocks.memory import host_mapped
 from hf_offload.cpu.kernels.checksum import checksum_records
 from hf_offload.cpu.memory import LINE
+from hf_offload.files.tensor_file import sync
 
 NAME = re.compile(r"(segment|tail)-[0-9a-f]{32}\.safetensors")
 """File names: segments, and the tail with the blocks that may still change; the digits are the checksum."""
@@ -227,12 +228,6 @@ def _runs(addresses: np.ndarray, nbytes: int) -> Iterator[tuple[int, int]]:
         if apart or (i - start) * nbytes >= _RUN:
             yield start, i
             start = i
-
-
-def sync(file: BinaryIO) -> None:
-    """Write a file to the disk: a folder must not be renamed before its files are there."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def checksum(data: torch.Tensor) -> str:

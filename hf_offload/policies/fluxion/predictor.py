@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import stat
@@ -14,21 +13,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_offload.blocks.digests import DIGESTS
 from hf_offload.fields import Field, check_tensors
+from hf_offload.files import tensor_file
 from hf_offload.files.fingerprint import unlikeness
 from hf_offload.knobs import check_choice, check_flag, check_number, check_tokens, shown
 from hf_offload.policies.fluxion.budgets import GRANULARITIES
 from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics
 from hf_offload.policies.fluxion.kernels.predictor import Network, PromptArrays, pack_network
 
-FORMAT = 4
-"""Of the file: 3 had no checksum."""
-
+FORMAT = 5
+"""Of the file."""
 
 _PARTS = ("model", "features", "granularities", "digest", "sinks", "local", "predictors")
 """Required entries of a file's header."""
@@ -293,7 +290,7 @@ def save_predictors(
         for tau, one in predictors.items()
         for name, tensor in one.state_dict().items()
     }
-    write_whole(Path(path), tensors, about)
+    tensor_file.replace(Path(path), tensor_file.pack(json.dumps(about), tensors))
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -329,12 +326,9 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
 def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`_file`, read once while the file's stamp is the same."""
     try:
-        tensors = load_file(path)
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-        about = json.loads(metadata.get("about", "{}"))
-        saved_format, digest = about.get("format"), _digest(tensors, metadata.get("about", ""))
-    except (SafetensorError, ValueError, KeyError, AttributeError, RecursionError, RuntimeError, OSError) as error:
+        about, tensors, whole = tensor_file.unpack(Path(path).read_bytes())
+        saved_format = about.get("format")
+    except (*tensor_file.UNSOUND, OSError) as error:
         raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
     if saved_format is None:
         raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
@@ -343,7 +337,7 @@ def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, 
             f"{path} is no predictor of format {FORMAT}, it says {shown(saved_format)}; {_TRAIN}, into the same "
             "folder: the samples that are there serve again"
         )
-    if metadata.get("sha256") != digest:
+    if not whole:
         raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")
     if lacking := sorted({*_PARTS} - about.keys()):
         raise ValueError(f"{path} is not a whole predictor: it says nothing of {', '.join(lacking)}; {_TRAIN}")
@@ -357,23 +351,3 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a whole predictor: {error}; {_TRAIN}") from error
-
-
-def _digest(tensors: Mapping[str, torch.Tensor], about: str) -> str:
-    """The checksum of a file's contents: sha256 of its header and of every tensor's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(about.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def write_whole(path: Path, tensors: dict[str, torch.Tensor], about: Mapping[str, Any]) -> None:
-    """Write a safetensors file under a temporary name and rename it, so that an interruption leaves no half of it."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    said = json.dumps(about)
-    try:
-        save_file(tensors, new, {"about": said, "sha256": _digest(tensors, said)})
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)

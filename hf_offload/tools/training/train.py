@@ -17,11 +17,12 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_offload.blocks.digests import DIGESTS
+from hf_offload.files import tensor_file
 from hf_offload.files.fingerprint import fingerprint, likeness
 from hf_offload.knobs import check_choice, check_count
 from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.block_attention import BLOCK
-from hf_offload.policies.fluxion.predictor import save_predictors, write_whole
+from hf_offload.policies.fluxion.predictor import save_predictors
 from hf_offload.tools.measuring import cut
 from hf_offload.tools.training.fitting import Fitting, fit_predictor
 from hf_offload.tools.training.needle_samples import ask
@@ -177,7 +178,7 @@ def collect(
             plan = sampling.positions(context, number, asked=window.asked)
             positions = [p for length, steps in plan.items() for p in (length - 1, *steps)]
             parts = [layer_samples(seen, plan, sampling) for seen in capture(model, window.ids, positions, bar.update)]
-            write_whole(path, Samples.joined(parts)._asdict(), {})
+            tensor_file.replace(path, tensor_file.pack("{}", Samples.joined(parts)._asdict()))
     state.wait_for_everyone()
 
 

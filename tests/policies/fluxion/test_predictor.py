@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_model
 
+from hf_offload.files import tensor_file
 from hf_offload.files.fingerprint import likeness
 from hf_offload.model.hooks import find_layers
 from hf_offload.policies.fluxion.features import FEATURES
-from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors, write_whole
+from hf_offload.policies.fluxion.predictor import HeadPredictor, read_about, save_predictors
 
 
 def made(tau: float = 0.1, seed: int = 0, streaming_at: float = 0.5, digest: str = "quest") -> HeadPredictor:
@@ -122,6 +123,7 @@ def test_a_file_that_is_damaged_or_not_whole(tmp_path: Path) -> None:
         ({"model": None, "sinks": None}, {}, "is not a whole predictor: it says nothing of model, sinks"),
     )
     for change, other, message in cases:
-        write_whole(path, tensors | other, {k: v for k, v in (known | change).items() if v is not None})
+        about = {k: v for k, v in (known | change).items() if v is not None}
+        tensor_file.replace(path, tensor_file.pack(json.dumps(about), tensors | other))
         with pytest.raises(ValueError, match=rf"(?s){path}.*{message}.*train it again"):
             HeadPredictor.load(path, model)
