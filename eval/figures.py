@@ -204,6 +204,11 @@ def losses(policy: str) -> str:
     )
 
 
+def difference(name: str) -> str:
+    """A row's difference to full attention in RULER, with its 95 % interval."""
+    return tell("{more:+.1f} ({low:+.1f} to {high:+.1f})", **ruler(row=name))
+
+
 def hidden_numbers(name: str, file: str = "needle") -> str:
     """How many of the hidden numbers a row finds."""
     return tell("{score * samples / 100:.0f} of {samples:.0f}", **row(file, row=name, task="average"))
@@ -230,6 +235,17 @@ def trained() -> pd.DataFrame:
     """What train_fluxion.json says of the predictor, by deviation τ; of budgets by length of a run."""
     quality = json.loads((RESULTS / "train_fluxion.json").read_text(encoding="utf-8"))["quality"]
     return pd.json_normalize(list(quality.values()), sep="_").set_index(pd.Index(quality, name="tau"))
+
+
+def retrieval(context: int) -> str:
+    """Milliseconds of prediction, choice and attention, of fluxion and its baseline; and the bytes that they choose."""
+    base, ours = (
+        row("context_attention_fluxion_32k", row=name, context=context) for name in ("fixed-0.05", "fluxion-0.1")
+    )
+    template = (
+        "{ours.retrieval} against {base.retrieval} ms, with {ours.chosen_MiB / base.chosen_MiB} of the bytes chosen"
+    )
+    return tell(template, ours=ours, base=base)
 
 
 def recalls() -> pd.DataFrame:
@@ -343,8 +359,7 @@ perplexity = partial(row, "perplexity", row="hgca-0.25-1")
 ruler = partial(row, "ruler", task="average")
 steady = partial(row, "decode_steady")
 long = partial(row, "context_attention_32k")
-fluxion = partial(row, "context_attention_fluxion_32k", row="fluxion-0.1")
-fixed = partial(row, "context_attention_fluxion_32k", row="fixed-0.05")
+tau = partial(row, "context_attention_tau")
 
 
 def pages() -> list[Path]:
