@@ -33,13 +33,13 @@ _SPLIT: dict[str, Any] = {**_BLOCKS, "tier": "split", "resident": 48}
 _SCOUT: dict[str, Any] = {
     **_SPLIT, "budget": 1024, "sinks": 8, "recent": 0, "lookahead": "select", "synchronous_layers": (0,),
 }  # fmt: skip
-_HGCA: dict[str, Any] = {**_BLOCKS, "window": 24, "beta": 0.0}
+_HGCA: dict[str, Any] = {**_BLOCKS, "block_size": 16, "window": 24, "beta": 0.0}
 _FLUXION: dict[str, Any] = {"predictor": ConstantPredictor(sinks=16, local=16), "prefill_tile": 32, "timeout": 120.0}
 _KNOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("scout", {**_SCOUT, "tier": "one", "resident": None, "lookahead": "off"}),
     "split": ("scout", {**_SCOUT, "recall": 1}),
     "attend": ("scout", {**_SCOUT, "resident": 512, "lookahead": "attend"}),
-    "samples": ("scout", {**_SCOUT, "budget": None, "samples": 2 * 10**9}),
+    "samples": ("scout", {**_SCOUT, "block_size": 16, "resident": 96, "budget": None, "samples": 2 * 10**9}),
     "int8": ("scout", {**_SCOUT, "host_dtype": "int8"}),
     "full, fetched": ("full", {**_SPLIT, "host": "fetch"}),
     "full, int8": ("full", {**_BLOCKS, "tier": "one", "host_dtype": "int8"}),

@@ -135,7 +135,7 @@ def sent(array: np.ndarray, device: torch.device, old: torch.Tensor | None = Non
         device: the target.
         old: a tensor to reuse if it has the array's shape.
     """
-    fresh = torch.from_numpy(np.ascontiguousarray(array))
+    fresh = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch warns of what cannot be written
     if device.type == "cuda":  # torch waits for the stream before it reads pageable memory
         fresh = host_empty(fresh.shape, fresh.dtype, pin=True, brief=True, what="block tables").copy_(fresh)
     if old is not None and old.shape == fresh.shape:
