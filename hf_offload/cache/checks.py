@@ -1,4 +1,4 @@
-"""Checks of decode steps against full attention (`check_every`): when they are due, and what they found."""
+"""Checks of decode steps against full attention (`check_every`): when they are due, and their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ estimate is 0 and the error that of float32 sums."""
 
 @dataclass(slots=True)
 class Checked:
-    """What the checks of one layer found.
+    """The results of one layer's checks.
 
     Args:
         heads: checked query heads, of all rows and steps.

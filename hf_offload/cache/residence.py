@@ -55,7 +55,7 @@ class Residence:
             release()
 
     def forget(self) -> None:
-        """Forget what was found; the next rows are others."""
+        """Forget the sizes; the next rows are others."""
         self._slots.clear()
         self._most.clear()
         self._served.clear()

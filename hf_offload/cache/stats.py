@@ -36,7 +36,7 @@ class LayerStats:
             for each step, row and KV head, the tokens cached in their rows, and the pairs for which a list had no room
             (`dropped_pairs`: 0, or the bound of a list's length is wrong).
         errors: int64, estimated errors of the softmax's sum: the tally of `cpu.kernels.decode_attention.Pairs`.
-        checked: what the checks against full attention found (`check_every`).
+        checked: results of the checks against full attention (`check_every`).
         query_cosine: sum over steps of the cosine between predicted and real query; queries: number of these steps.
         selection_overlap: share of the real query's blocks that the predicted query selected, summed over steps;
             selections: number of these steps.

@@ -38,7 +38,7 @@ class KernelCache(FunctionCache):
     A file's name contains a digest of what its code depends on: the signature, the CPU, versions, what the function's
     closure holds, and the sources of `cpu/`, of the function's module and of the modules that this one imports,
     installed ones apart; the sources as they were when the function was defined. A file is written beside and then
-    renamed, and holds its own checksum: whatever else is found in its place is compiled again.
+    renamed, and holds its own checksum: whatever else lies in its place is compiled again.
 
     What is compiled for a user's own NamedTuple stays in the process: a later one may not have its module, or another.
 

@@ -267,7 +267,7 @@ class ScheduledHostPartial(SelectedHostPartial):
         self._launch: Launch | None = None
         """Of this step, once its tasks are assigned."""
         self._began = self._device_ended = self._ended = self._busy = 0.0
-        """When the queue was filled, when the device and the CPU found it empty; seconds of the CPU's threads."""
+        """When the queue was filled, and when the device and the CPU had nothing left; seconds of the CPU's threads."""
         self._all = 0
         self._taken: list[int] = []  # by the device
         self._tried = False
