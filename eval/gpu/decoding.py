@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from common import Row, clock, numbers, percentiles
+from common import Row, clock, listed, numbers, percentiles
 from gpu import models
-from gpu.options import FREE, FULL, STOCK, VARIANTS, Options
-from gpu.replay import Replay, Script, parse, write_script
-from gpu.supervise import Cases, NotApplicable
+from gpu.options import FREE, FULL, ROWS, STOCK, VARIANTS, Options
+from gpu.replay import Replay, parse, write_script
+from gpu.supervise import Cases, Stopped
 from hf_offload import HybridCache, Scout
 
-BLOCK = 32
+LARGE, SMALL = (32, 2048), (8, 64)
+"""Tokens of a block, and those that a sparse row attends and keeps on the device; the second with `quick`."""
 WARM_UP = 5  # a graph is captured in the second step
 SECONDS, SECONDS_A_GIB = 150, 1.5  # a row, its filling included: memory is pinned at a GiB a second or so
 TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
@@ -45,101 +46,90 @@ Case = tuple[int, int, str, str | None]
 each step."""
 
 
-def scripts_of(options: Options, row: str) -> tuple[str | None, ...]:
+def scripts_of(row: str) -> tuple[str | None, ...]:
     """The scripts by which a row is to choose; None: it chooses by itself."""
     if row.removesuffix("-graph") not in VARIANTS:
         return (None,)
-    if options.replay is not None:
-        return (options.replay,)
     return (FEW, MANY) if row == "scout-graph" else (FEW,)
 
 
-def chosen_cases(options: Options) -> list[Case]:
-    """The cases in the order of their worth."""
-    rows = options.rows.replace(" ", "").split(",")
-    asked = itertools.product(numbers(options.contexts), numbers(options.batches), rows)
-    every: list[Case] = [(*case, script) for case in asked for script in scripts_of(options, case[2])]
-    return sorted(every, key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
-
-
 def cases(options: Options) -> Cases:
-    """A case a row, context and batch."""
+    """A case a row, context, batch and script, in the order of their worth."""
+    contexts = [256] if options.quick else numbers(options.contexts)
+    batches = [2] if options.quick else numbers(options.batches)
+    asked = itertools.product(contexts, batches, listed(options.rows, ROWS, "rows"))
+    every: list[Case] = [(*case, script) for case in asked for script in scripts_of(case[2])]
+    every.sort(key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
     sizes, found = models.shape(options), Cases()
-    for context, batch, row, script in chosen_cases(options):
+    for context, batch, row, script in every:
         name = f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}"
         gib = sizes.layers * sizes.token_bytes * context * batch / 2**30
-        work = functools.partial(row_of, options, context, batch, row, script)
-        found[name] = SECONDS + SECONDS_A_GIB * gib, work
+        found[name] = SECONDS + SECONDS_A_GIB * gib, functools.partial(row_of, options, context, batch, row, script)
     return found
 
 
 def row_of(options: Options, context: int, batch: int, name: str, script: str | None) -> Iterator[dict[str, Any]]:
     """One row of results; with a note alone where it does not fit."""
-    facts = {"context": context, "batch": batch, "row": name, "replay": script or "none", "layers": options.layers}
+    layers = models.shape(options).layers
+    facts = {"context": context, "batch": batch, "row": name, "replay": script or "none", "layers": layers}
     try:
         yield facts | measure(options, context, batch, name, script)
-    except (NotApplicable, torch.OutOfMemoryError) as reason:
-        yield facts | {"note": str(reason).splitlines()[0]}
+    except (Stopped, torch.OutOfMemoryError) as reason:
+        yield facts | {"note": str(reason.args[-1]).splitlines()[0]}
         raise
     finally:
         models.free(options)
 
 
-def filled_tokens(context: int, block: int = BLOCK) -> int:
+def measure(options: Options, context: int, batch: int, name: str, replay: str | None) -> dict[str, Any]:
+    """One row of results; `replay` are the numbers of the script by which it chooses, if it does."""
+    if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
+        raise Stopped("not applicable", f"{name} needs a GPU")
+    model, row = models.build(options), make_row(options, name, replay, context, batch)
+    models.check_memory(options, row, batch, context)
+    with clock() as filling:
+        tokens = filled_tokens(context, (SMALL if options.quick else LARGE)[0])
+        cache = models.fill(options, model, row, batch, models.random_kv(options, tokens - models.PROMPT))
+    found = time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
+    if isinstance(row.policy, Replay):
+        found |= {"script_miss": row.policy.script.miss, "script_drift": row.policy.script.drift}
+    return found
+
+
+def filled_tokens(context: int, block: int) -> int:
     """Tokens before the first step. The third fills a block: what closes one is compiled before steps count. The run
     ends within the context, where memory that is pinned in powers of two would double.
     """
     return context - 2 * block - 3
 
 
-def make_row(options: Options, name: str, script: Script | None, block: int, context: int) -> Row:
-    """The cache of a row."""
+def make_row(options: Options, name: str, replay: str | None, context: int, batch: int) -> Row:
+    """The cache of a row; `replay` as for `measure`."""
     if name in STOCK:
-        return Row(name, "dynamic", {"offloading": True} if name == "offloading" else {})
-    kind = name.removesuffix("-graph")
-    small = {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
-    knobs: dict[str, Any] = {"resident": options.budget, "block_size": block, "cuda_graph": kind != name}
+        return Row(name, "dynamic", STOCK[name])
+    kind, (block, budget) = name.removesuffix("-graph"), SMALL if options.quick else LARGE
+    knobs: dict[str, Any] = {"block_size": block, "cuda_graph": kind != name}
     knobs |= {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
     if kind == FULL:
         return Row(name, "full", knobs | {"resident": context, "block_size": block if options.quick else FULL_BLOCK})
-    budget = {} if kind == "drawn" else {"budget": options.budget}
+    policy = {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
+    policy |= {} if kind == "drawn" else {"budget": budget}
+    knobs |= {} if kind in ("default", "chosen") else {"resident": budget}
     if kind in FREE:
-        if kind != "drawn" and options.on_gpu:
-            del knobs["resident"]
-        return Row(name, Scout(**budget, **small, **FREE[kind]), knobs)
-    policy: dict[str, Any] = {"dense": False, **budget, **small, **VARIANTS[kind]}
-    assert script is not None
-    return Row(name, Replay(**{"recall": script.interval, **policy}, script=script), knobs)
-
-
-@functools.cache
-def script_of(options: Options, replay: str, context: int, batch: int, block: int) -> Script:
-    """The script of these numbers for a context and batch."""
-    sinks, recent = (8, 8) if options.quick else (Scout().sinks, Scout().recent)
-    # A step attends itself too.
-    at = [-(-(filled_tokens(context, block) + step + 1) // block) for step in range(2 * block)]
-    fixed, lines = (-(-sinks // block), -(-recent // block) + 1), (batch, models.shape(options).kv_heads)
-    return write_script(lines, at, options.budget // block, fixed, **parse(replay), device=options.device)
-
-
-def measure(options: Options, context: int, batch: int, name: str, replay: str | None) -> dict[str, Any]:
-    """One row of results; `replay` are the numbers of the script by which it chooses, if it does."""
-    if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
-        raise NotApplicable(f"{name} needs a GPU")
-    model, block = models.build(options), 8 if options.quick else BLOCK
-    script = None if replay is None else script_of(options, replay, context, batch, block)
-    row = make_row(options, name, script, block, context)
-    models.check_memory(options, row, batch, context)
-    with clock() as filling:
-        kv = models.random_kv(options, filled_tokens(context, block) - models.PROMPT)
-        cache = models.fill(options, model, row, batch, kv)
-    found = time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
-    return found | ({} if script is None else {"script_miss": script.miss, "script_drift": script.drift})
+        return Row(name, Scout(**policy, **FREE[kind]), knobs)
+    plain = Scout(**policy, **VARIANTS[kind])
+    fixed = -(-plain.sinks // block), -(-plain.recent // block) + 1
+    lines, tokens = (batch, models.shape(options).kv_heads), filled_tokens(context, block)
+    blocks_at = [-(-(tokens + step) // block) for step in range(1, 2 * block + 1)]  # a step attends itself, too
+    script = write_script(lines, blocks_at, budget // block, fixed, **parse(replay), device=options.device)
+    policy = {"dense": False, "recall": script.interval} | policy | VARIANTS[kind]
+    return Row(name, Replay(**policy, script=script), knobs)
 
 
 def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: int) -> dict[str, Any]:
     """Time decode steps of a cache that is full; milliseconds."""
-    coming = iter(torch.randint(model.config.vocab_size, (WARM_UP + options.steps, batch, 1), device=options.device))
+    steps = min(options.steps, 4) if options.quick else options.steps
+    coming = iter(torch.randint(model.config.vocab_size, (WARM_UP + steps, batch, 1), device=options.device))
     mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
@@ -147,7 +137,8 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: in
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)  # as `generate()` does it
         model(input_ids=next(coming), attention_mask=mask, past_key_values=cache)
 
-    times = [1000 * seconds for seconds in time_steps(options, step)]
+    time_steps(step, WARM_UP, STEP_SECONDS / 3)
+    times = [1000 * seconds for seconds in time_steps(step, steps, STEP_SECONDS)]
     mean = sum(times) / len(times)
     found: dict[str, Any] = {"tokens_per_s": 1000 * batch / mean, **percentiles(times)}
     found |= {"mean": mean, "steps": len(times)}
@@ -158,24 +149,19 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: in
         near = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
         return found | {"device_kv_gib": near / 2**30}
     told = cache.stats().as_dict()
-    steps = told["steps"]
     cache.drain()
     return found | {
-        "cpu_ratio": told["cpu_ratio"], "recall_mib_per_step": told["recall_bytes"] / steps / 2**20,
-        "host_wait_ms": 1000 * told["wait_seconds"] / steps, "query_cosine": told["query_cosine"],
+        "cpu_ratio": told["cpu_ratio"], "recall_mib_per_step": told["recall_bytes"] / told["steps"] / 2**20,
+        "host_wait_ms": 1000 * told["wait_seconds"] / told["steps"], "query_cosine": told["query_cosine"],
         "dense_share": told["dense_share"], "device_kv_gib": told["device_bytes"] / 2**30,
         "host_kv_gib": told["host_bytes"] / 2**30,
     }  # fmt: skip
 
 
-def time_steps(options: Options, step: Callable[[], None]) -> list[float]:
-    """Seconds of each step behind the warm-up; as many as time allows, three at least."""
-    early: list[float] = []
-    while len(early) < WARM_UP and (len(early) < 3 or sum(early) < STEP_SECONDS / 3):
-        with clock(early):
-            step()
+def time_steps(step: Callable[[], None], most: int, seconds: float) -> list[float]:
+    """Seconds of each step; as many as time allows, three at least."""
     times: list[float] = []
-    while len(times) < options.steps and (len(times) < 3 or sum(times) < STEP_SECONDS):
+    while len(times) < most and (len(times) < 3 or sum(times) < seconds):
         with clock(times):
             step()
     return times

@@ -19,13 +19,14 @@ from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.handover import Inbox, hand_over
-from hf_offload.graph.graph_capture import Announced, Capture
+from hf_offload.graph.graph_capture import Capture
 
 LAYERS = 36
 TARGET = 15.0  # microseconds a layer
 FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
 ALONE, NOTHING, SOME = "kernels alone", "nothing", f"{FEW} blocks a head"
+SHOWN = ("work", "host_threads", "layers", "p20", "p50", "p80", "target")
 
 
 def cases(options: Options) -> Cases:
@@ -69,11 +70,6 @@ def times_of(options: Options, work: str, threads: int, layers: int) -> list[flo
     def launches() -> tuple[Launch, ...]:
         return (launch(),)
 
-    def answer(epoch: int) -> None:
-        """Have all answers there up to an epoch, so that nobody is waited for."""
-        capture.flags.zero_()
-        capture.flags[1 : 2 * layers : 2] = epoch
-
     def step() -> None:
         capture.announced.clear()
         capture.epoch.add_(1)
@@ -81,32 +77,21 @@ def times_of(options: Options, work: str, threads: int, layers: int) -> list[flo
             send(capture.flag_of(partial_, launches, f"item {number}", key=partial_, after=None), capture.epoch)
             capture.wait(partial_)
 
-    if options.on_gpu:
-        answer(1 << 30)
-        step()  # kernels are compiled before they are captured
-        synchronize()
-        answer(0)
-        capture.epoch.zero_()
-    else:
-        capture.announced.extend(Announced(each, launches, "an item", each, None) for each in partials)
-    replay, unmeasured, times = recorded(options, step), 1 if options.quick else 20, list[float]()
-
-    def run() -> list[float]:
+    capture.flags[1 : 2 * layers : 2] = 1 << 30  # all answers are there up to this epoch: nobody is waited for
+    step()  # kernels are compiled before they are captured
+    synchronize()
+    replay, doorbell, times = recorded(options, step), Doorbell(max(threads, 1)), list[float]()
+    capture.epoch.zero_()
+    if work != ALONE:
+        capture.flags.zero_()
+        doorbell.replace(capture.items())
+    try:
         for _ in range(4 if options.quick else 220):
             with clock(times):
                 replay()
-        return times[unmeasured:]
-
-    if work == ALONE:
-        answer(1 << 30)
-        return run()
-    doorbell = Doorbell(threads)
-    try:
-        doorbell.replace(capture.items())
-        found = run()
         doorbell.check()
-        if int(capture.late[0]):
-            raise TimeoutError("the device gave up waiting for the CPU")
-        return found
     finally:
         doorbell.stop()
+    if int(capture.late[0]):
+        raise TimeoutError("the device gave up waiting for the CPU")
+    return times[1 if options.quick else 20 :]

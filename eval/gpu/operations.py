@@ -43,10 +43,19 @@ class Size:
     chosen: int = 64
     context: int = 4096
 
+    @property
+    def query(self) -> tuple[int, int, int]:
+        """`[B, Hq, D]`."""
+        return self.batch, self.kv_heads * self.group, self.dim
 
-QUICK = [Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)]
+    def limits(self) -> torch.Tensor:
+        """Tokens and sealed blocks: all but the last one."""
+        return torch.tensor([self.context * self.block, self.context - 1], dtype=torch.int32)
+
+
+TINY = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)
 SIZES = [Size(1), Size(16)]
-LONG = {"chosen": 1024, "context": 1024}  # all of a context of 32k resident
+LONG = [Size(batch, chosen=1024, context=1024) for batch in (1, 16)]  # all of a context of 32k resident
 
 
 def recorded(options: Options, step: Call) -> Call:
@@ -143,119 +152,84 @@ def bandwidths(options: Options) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One call to be timed, what it has to read or write in device memory and in pinned host memory, and what it
-    reaches only by address.
+Operation = tuple[Call, int, int]
+"""A call to be timed, and the bytes that it has to read or write in device memory and in pinned host memory."""
+
+
+def pinned(options: Options, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in the host's memory."""
+    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=options.on_gpu)
+
+
+def pool_and_listing(options: Options, size: Size) -> tuple[torch.Tensor, ...]:
+    """A pool `[B, Hkv, C, 2, block, D]`, and a listing of all its slots in any order: slots and blocks `[B, Hkv, C]`,
+    the blocks ascending and spread over the context with the last one among them; counts `[B, Hkv]`.
     """
-
-    call: Call
-    device_bytes: int
-    link_bytes: int = 0
-    keep: Any = None
-
-
-class Inputs:
-    """Makes tensors for one size on the device."""
-
-    def __init__(self, options: Options, size: Size) -> None:
-        self.options, self.size = options, size
-        self.lines, self.heads = (size.batch, size.kv_heads), (size.batch, size.kv_heads * size.group)
-        torch.manual_seed(0)
-        self.limits = self.ints([size.context * size.block, size.context - 1])  # the last block is not sealed
-        self.scores_bytes = 4 * self.heads[0] * self.heads[1] * size.context  # a float32 a query head and block
-
-    def floats(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Normal numbers."""
-        return torch.randn(shape, dtype=dtype, device=self.options.device)
-
-    def ints(self, values: Any) -> torch.Tensor:
-        """int32."""
-        return torch.as_tensor(values, dtype=torch.int32).to(self.options.device)
-
-    def pinned(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros of that shape and dtype in the host's memory."""
-        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self.options.on_gpu)
-
-    def query(self) -> torch.Tensor:
-        """`[B, Hq, D]`."""
-        return self.floats(*self.heads, self.size.dim)
-
-    def pool(self) -> torch.Tensor:
-        """`[B, Hkv, R, 2, block, D]`, as many slots as blocks are chosen."""
-        size = self.size
-        return self.floats(*self.lines, size.chosen, 2, size.block, size.dim, dtype=self.options.dtype)
-
-    def slots(self) -> torch.Tensor:
-        """`[B, Hkv, C]`: all slots, in any order."""
-        return torch.rand(*self.lines, self.size.chosen, device=self.options.device).argsort(-1).int()
-
-    def blocks(self) -> torch.Tensor:
-        """`[B, Hkv, C]`: chosen blocks, ascending, spread over the context, the last one among them."""
-        step = self.size.context // self.size.chosen
-        return self.ints(torch.arange(step - 1, self.size.context, step)).expand(*self.lines, -1).contiguous()
-
-    def counts(self, number: int) -> torch.Tensor:
-        """`[B, Hkv]`."""
-        return self.ints([number]).expand(self.lines).contiguous()
+    lines, step = (size.batch, size.kv_heads), size.context // size.chosen
+    pool = torch.randn(*lines, size.chosen, 2, size.block, size.dim, dtype=options.dtype)
+    slots = torch.rand(*lines, size.chosen).argsort(-1).int()
+    blocks = torch.arange(step - 1, size.context, step, dtype=torch.int32).expand(*lines, -1).contiguous()
+    return pool, slots, blocks, torch.full(lines, size.chosen, dtype=torch.int32)
 
 
-def paged_attention(x: Inputs) -> Operation:
-    query, pool = x.query(), x.pool()
-    listing = pool, x.slots(), x.blocks(), x.counts(x.size.chosen), x.limits, None
-    out, lse = attention.paged_attention(query, *listing, scale=0.1)
-    nbytes = query.nbytes + pool.nbytes + out.nbytes + lse.nbytes
-    return Operation(lambda: attention.paged_attention(query, *listing, scale=0.1), nbytes)
-
-
-def merge_with_host(x: Inputs) -> Operation:
-    """The merge of the device's shares with a partial of the CPU, which lies in pinned memory, where it is read."""
-    splits = attention.count_splits(x.size.batch * x.size.kv_heads, x.size.chosen * x.size.block)
-    out, lse = x.floats(*x.heads, splits, x.size.dim), x.floats(*x.heads, splits)
-    there, kbar, mass = x.pinned(x.query()), x.pinned(x.query()), x.pinned(x.query()[..., 0])
-    query, host = x.query(), HostResult(there, mass, kbar, x.query())
-    read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * x.options.dtype.itemsize
-    call = functools.partial(merge, out, lse, host, query, None, scale=0.1, dtype=x.options.dtype)
-    return Operation(call, read, there.nbytes + mass.nbytes + kbar.nbytes)
-
-
-def score_submeans(x: Inputs) -> Operation:
-    size, query = x.size, x.query()
-    blocks = size.batch * size.context
-    store = random_digests(
-        "submean", blocks, size.kv_heads, size.dim, block_size=size.block, batch=size.batch, device=x.options.device
-    )
-    table = x.ints(torch.arange(blocks)).view(size.batch, -1)
-    nbytes = sum(part.nbytes for part in (query, table, *store.held())) + x.scores_bytes
-    return Operation(lambda: store.score(query, table, x.limits, Scores(scale=0.1)), nbytes)
-
-
-def select_blocks(x: Inputs) -> Operation:
-    score, chosen = x.floats(*x.lines, x.size.context), x.size.chosen
-    sinks = x.ints([0] * x.size.batch), x.ints([1] * x.size.batch)  # the first block of each row
-    knobs = {"block_size": x.size.block, "recent": 1, "k": chosen, "capacity": chosen}
-    nbytes = score.nbytes + x.blocks().nbytes + x.counts(0).nbytes
-    return Operation(lambda: block_topk.select_blocks(score, x.limits, *sinks, **knobs), nbytes)
-
-
-def fetch_all(x: Inputs) -> Operation:
-    """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks one goes into each slot."""
-    size, pool, physical = x.size, x.pool(), min(x.size.context, 512)
-    slab = x.pinned(pool[0, 0, :1].expand(physical, size.kv_heads, *pool.shape[3:])).normal_()
-    addresses = (slab.data_ptr() + slab[0].nbytes * torch.arange(physical)).to(x.options.device)
-    moves = x.slots(), x.blocks(), x.counts(size.chosen)
-    table = x.ints(torch.randint(physical, (size.batch, size.context)))
-    moved = moves[0].numel() * pool[0, 0, 0].nbytes
-    return Operation(lambda: kv_copy.fetch(pool, *moves, addresses, table, packed=None), moved, moved, keep=slab)
-
-
-def add_one(x: Inputs) -> Operation:
+def add_one(options: Options, size: Size) -> Operation:
     """Next to nothing: `in_graph` is what one more small kernel costs a captured step."""
-    number = x.floats(1)
-    return Operation(lambda: number.add_(1), 2 * number.nbytes)
+    number = torch.zeros(1)
+    return lambda: number.add_(1), 2 * number.nbytes, 0
 
 
-OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
+def paged_attention(options: Options, size: Size) -> Operation:
+    query, (pool, *listing) = torch.randn(size.query), pool_and_listing(options, size)
+    call = functools.partial(attention.paged_attention, query, pool, *listing, size.limits(), None, scale=0.1)
+    return call, query.nbytes + pool.nbytes + sum(part.nbytes for part in call()), 0
+
+
+def score_submeans(options: Options, size: Size) -> Operation:
+    blocks, query, limits = size.batch * size.context, torch.randn(size.query), size.limits()
+    store = random_digests(
+        "submean", blocks, size.kv_heads, size.dim, block_size=size.block, batch=size.batch, device=options.device
+    )
+    table = torch.arange(blocks, dtype=torch.int32).view(size.batch, -1)
+    scores = 4 * size.batch * size.kv_heads * size.group * size.context  # a float32 a query head and block
+    nbytes = sum(part.nbytes for part in (query, table, *store.held())) + scores
+    return lambda: store.score(query, table, limits, Scores(scale=0.1)), nbytes, 0
+
+
+def select_blocks(options: Options, size: Size) -> Operation:
+    score, limits = torch.randn(size.batch, size.kv_heads, size.context), size.limits()
+    sinks = [torch.full((size.batch,), number, dtype=torch.int32) for number in (0, 1)]  # the first block of each row
+    knobs = {"block_size": size.block, "recent": 1, "k": size.chosen, "capacity": size.chosen}
+    chosen = 4 * size.batch * size.kv_heads * (size.chosen + 1)  # int32, and their number
+    return lambda: block_topk.select_blocks(score, limits, *sinks, **knobs), score.nbytes + chosen, 0
+
+
+def fetch_all(options: Options, size: Size) -> Operation:
+    """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks one goes into each slot."""
+    (pool, *moves), physical = pool_and_listing(options, size), min(size.context, 512)
+    slab = pinned(options, physical, size.kv_heads, *pool.shape[3:], dtype=options.dtype).normal_()
+    addresses = slab.data_ptr() + slab[0].nbytes * torch.arange(physical)
+    table = torch.randint(physical, (size.batch, size.context), dtype=torch.int32)
+
+    def call() -> torch.Tensor:
+        kv_copy.fetch(pool, *moves, addresses, table, packed=None)
+        return slab  # which is reached by its addresses alone
+
+    return call, pool.nbytes, pool.nbytes
+
+
+def merge_with_host(options: Options, size: Size) -> Operation:
+    """The merge of the device's shares with a partial of the CPU, which lies in pinned memory, where it is read."""
+    splits = attention.count_splits(size.batch * size.kv_heads, size.chosen * size.block)
+    batch, heads, dim = size.query
+    out, lse, query = torch.randn(batch, heads, splits, dim), torch.randn(batch, heads, splits), torch.randn(size.query)
+    there, mass, kbar = (pinned(options, *shape) for shape in (size.query, size.query[:2], size.query))
+    host = HostResult(there, mass, kbar, torch.randn(size.query))
+    read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * options.dtype.itemsize
+    call = functools.partial(merge, out, lse, host, query, None, scale=0.1, dtype=options.dtype)
+    return call, read, there.nbytes + mass.nbytes + kbar.nbytes
+
+
+OPERATIONS: dict[str, Callable[[Options, Size], Operation]] = {
     made.__name__: made
     for made in (add_one, paged_attention, score_submeans, select_blocks, fetch_all, merge_with_host)
 }
@@ -263,10 +237,8 @@ OPERATIONS: dict[str, Callable[[Inputs], Operation]] = {
 
 def cases(options: Options) -> Cases:
     """The bandwidths, and each operation at each size."""
-    sizes = QUICK if options.quick else SIZES
-    every = [(name, size) for size in sizes for name in OPERATIONS]
-    if not options.quick:
-        every += [("paged_attention", Size(size.batch, **LONG)) for size in sizes]
+    every = [(name, size) for size in ([TINY] if options.quick else SIZES) for name in OPERATIONS]
+    every += [] if options.quick else [("paged_attention", size) for size in LONG]
     return {"bandwidths": (SECONDS, functools.partial(speeds, options))} | {
         f"{name}, batch {size.batch}, {size.chosen} of {size.context} blocks":
             (SECONDS, functools.partial(measure, options, name, size))
@@ -282,16 +254,18 @@ def speeds(options: Options) -> Iterator[dict[str, Any]]:
 
 def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]:
     """One row of results, microseconds."""
-    timer, operation, speed = Timer(options), OPERATIONS[name](Inputs(options, size)), bandwidths(options)
-    call = operation.call
+    timer, speed = Timer(options), bandwidths(options)
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        call, device_bytes, link_bytes = OPERATIONS[name](options, size)
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
-    floor = max(operation.device_bytes / speed["device"], operation.link_bytes / speed["link"])
+    floor = max(device_bytes / speed["device"], link_bytes / speed["link"])
     wall, spread = timer.wall_time(call), timer.device_time(call)
     yield {
         "operation": name, "batch": size.batch, "tokens": size.chosen * size.block,
         "context": size.context * size.block, **spread, "floor": floor, "of_floor": spread["p50"] / floor,
-        "wall": wall["p50"], "device_bytes": operation.device_bytes, "link_bytes": operation.link_bytes,
+        "wall": wall["p50"], "device_bytes": device_bytes, "link_bytes": link_bytes,
         "launch": timer.launch_time(call), "in_graph": timer.graph_time(call),
     }  # fmt: skip
-    del operation, call
+    del call
     models.free(options)

@@ -11,8 +11,7 @@ import torch
 from hf_offload import Scout
 from hf_offload.policies.base import Plan, Selection
 from hf_offload.policies.scout import ScoutState
-
-DISTINCT = 64  # different scripts; more rows and heads than that share them
+from hf_offload.tools.plan import parse_setting
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,14 @@ class Script:
     drift: float
 
 
-def parse(text: str) -> dict[str, float]:
-    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out."""
-    parts = (part.strip().partition("=") for part in text.split(","))
-    numbers = {"recall": 8.0} | {name: float(value) for name, _, value in parts}
-    right = numbers.keys() == {"miss", "drift", "recall"} and 0 <= numbers["miss"] < 0.5 and 0 <= numbers["drift"] < 1
-    if not right or numbers["recall"] < 0 or numbers["recall"] % 1:
-        raise ValueError(
-            f"replay={text!r} must give miss (below 0.5), drift (below 1) and perhaps recall, a whole number of steps, "
-            "0 for never"
-        )
-    return numbers
+def parse(text: str) -> dict[str, Any]:
+    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls (0: never), may be left out."""
+    return {"recall": 8} | parse_setting(f"script:{text}")[1]
 
 
 def write_script(
     lines: tuple[int, int], blocks_at: list[int], budget: int, fixed: tuple[int, int],
-    *, miss: float, drift: float, recall: float, device: str,
+    *, miss: float, drift: float, recall: int, device: str,
 ) -> Script:  # fmt: skip
     """Write the script of a run.
 
@@ -62,35 +53,32 @@ def write_script(
         recall: steps between recalls, 0 for never.
         device: where the script lies.
     """
-    (first, newest), steps = fixed, len(blocks_at)
+    (first, newest), count = fixed, lines[0] * lines[1]
     free, middle = np.arange(first, blocks_at[0] - newest), budget - first - newest
-    if middle < 2 or len(free) < 2 * middle:
-        raise ValueError(f"{blocks_at[0]} blocks are too few for a script with a budget of {budget}")
-    count = min(lines[0] * lines[1], DISTINCT)
     order = np.random.default_rng(0).permuted(np.tile(free, (count, 1)), axis=1)
     near, far = order[:, :middle], order[:, middle:]  # resident blocks, and the others
     start, chosen, path, missing, new = near, near, [], [], []
-    for step in range(steps):
+    for step in range(1, len(blocks_at) + 1):
         # Whole numbers of blocks whose means are as wanted.
-        misses, moves = (int((step + 1) * aim) - int(step * aim) for aim in (miss * budget, drift * budget / 2))
+        misses, moves = (int(step * aim) - int((step - 1) * aim) for aim in (miss * budget, drift * budget / 2))
         # Half of what changes are resident blocks that come and go, half are others.
         near, far = np.roll(near, -moves, 1), np.roll(far, -moves, 1)
         before, chosen = chosen, np.concatenate([near[:, misses:], far[:, :misses]], 1)
         path.append(chosen)
         missing.append(misses)
         new.append((chosen[:, :, None] != before[:, None]).all(2).sum(1).mean())
-        if recall and (step + 1) % recall == 0:
+        if recall and step % recall == 0:
             near, far = chosen, np.concatenate([far[:, misses:], near[:, :misses]], 1)
 
     def tensor(middles: np.ndarray, blocks: int) -> torch.Tensor:
         """`[B, Hkv, k]`, with the first and the newest of so many blocks around the middle ones `[count, middle]`."""
         around = np.tile(np.r_[:first, blocks - newest : blocks], (count, 1))
-        whole = np.sort(np.concatenate([around, middles], 1))[np.arange(lines[0] * lines[1]) % count]
+        whole = np.sort(np.concatenate([around, middles], 1))
         return torch.from_numpy(whole.reshape(*lines, budget).astype(np.int32)).to(device)
 
     every = torch.stack([tensor(middles, blocks) for middles, blocks in zip(path, blocks_at, strict=True)])
     means = float(np.mean(missing)) / budget, float(np.mean(new)) / budget
-    return Script(tensor(start, blocks_at[0]), every, int(recall), *means)
+    return Script(tensor(start, blocks_at[0]), every, recall, *means)
 
 
 @dataclass(slots=True)

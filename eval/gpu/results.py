@@ -1,101 +1,96 @@
-"""Results of the check as they come: a CSV for each part, what became of each case, and a log of what failed."""
+"""Results of the check as they come: what became of every case, its rows, and why it failed."""
 
 from __future__ import annotations
 
-import csv
-import re
+import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from common import write_csv
+
 
 class Results:
-    """A folder of results, which several processes add to, one after the other; a row is on disk when `add` returns.
+    """Cases in `cases.json` in a folder, to which several processes add, one after the other.
 
-    Every row says `meta` of machine and code (`common.environment`).
+    A case has a part, a name, a status, seconds, a note, rows, and `meta` of machine and code (`common.environment`).
+    It is on disk when a method returns.
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:
-        self.folder, self.meta, self.log = folder.resolve(), dict(meta), folder.resolve() / "failed.txt"
+        self.folder, self.meta = folder.resolve(), dict(meta)
         folder.mkdir(parents=True, exist_ok=True)
+        self.read()
 
-    def begin(self, parts: Collection[str], lasting: Collection[str]) -> None:
-        """Forget what an earlier call has told of some parts; of lasting ones, what is done at this commit stays."""
-        commit, gpu = self.meta["commit"], self.meta["gpu"]
-        known = commit != "unknown" and not commit.endswith("+changes")
+    def read(self) -> None:
+        """Take in what another process has added."""
+        file = self.folder / "cases.json"
+        self.all: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
-        def stays(row: Mapping[str, str]) -> bool:
-            same = known and (row["commit"], row["gpu"]) == (commit, gpu)
-            return row["part"] not in parts or (row["part"] in lasting and row["status"] == "done" and same)
+    def begin(self, parts: Collection[str], lasting: str) -> None:
+        """Forget what an earlier call has told of some parts; of a lasting one, what is done at this commit stays."""
+        same = self.meta["commit"], self.meta["gpu"]
+        known = same[0] != "unknown" and not same[0].endswith("+changes")
 
-        cases = [row for row in _read(self.folder, "cases") if stays(row)]
-        self._write("cases", cases)
-        done = {(row["part"], row["case"]) for row in cases}
+        def stays(case: Mapping[str, Any]) -> bool:
+            done = case["status"] == "done" and (case["meta"]["commit"], case["meta"]["gpu"]) == same
+            return case["part"] not in parts or (case["part"] == lasting and known and done)
+
+        self.all = [case for case in self.all if stays(case)]
         for part in parts:
-            self._write(part, [row for row in _read(self.folder, part) if (part, row.get("suite")) in done])
-        told = self.log.read_text(encoding="utf-8") if self.log.exists() else ""
-        texts = re.split(r"^(?==== )", told, flags=re.M)
-        self.log.write_text("".join(t for t in texts if t[4:].split(":")[0] not in {"", *parts}), encoding="utf-8")
+            (self.folder / f"{part}.csv").unlink(missing_ok=True)
+        self._save()
 
-    def add(self, table: str, *rows: Mapping[str, Any]) -> None:
-        """Add rows to `<table>.csv`; floats with six significant digits."""
-        short = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-        self._write(table, [*_read(self.folder, table), *(row | self.meta for row in short)])
+    def start(self, part: str, name: str) -> None:
+        """Note that a case runs, to which `add` and `end` belong from now on."""
+        case = {"part": part, "case": name, "status": "running", "seconds": 0.0, "note": "", "rows": []}
+        self.all.append(case | {"meta": self.meta})
+        self._save()
 
-    def case(self, part: str, name: str, status: str, seconds: float = 0.0, note: str = "") -> None:
-        """Note what became of a case, and in the log why it failed."""
-        last = note.strip().splitlines()[-1][:200] if note.strip() else ""
-        others = [row for row in _read(self.folder, "cases") if (row["part"], row["case"]) != (part, name)]
-        told = {"part": part, "case": name, "status": status, "seconds": f"{seconds:.6g}", "note": last}
-        self._write("cases", [*others, told | self.meta])
-        if status in ("failed", "cut off"):
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(f"=== {part}: {name}\n{note.rstrip()}\n\n")
-        if status != "running":
-            print(f"{part}: {name}: {status} ({seconds:.1f} s) {last}", flush=True)
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        self.all[-1]["rows"].append(row)
+        self._save()
+
+    def end(self, status: str, seconds: float = 0.0, note: str = "") -> None:
+        """Note what became of the case."""
+        case = self.all[-1]
+        case |= {"status": status, "seconds": seconds, "note": note}
+        self._save()
+        print(f"{case['part']}: {case['case']}: {status} ({seconds:.1f} s) {last_line(note)}", flush=True)
 
     def cases(self, part: str) -> dict[str, str]:
-        """The status of each case of a part that has been begun."""
-        return {row["case"]: row["status"] for row in _read(self.folder, "cases") if row["part"] == part}
+        """The status of each case of a part that has begun."""
+        return {case["case"]: case["status"] for case in self.all if case["part"] == part}
 
-    def table(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a table."""
-        return read_table(self.folder, name)
+    def table(self, part: str) -> list[dict[str, Any]]:
+        """The rows of a part, with what they say of machine and code."""
+        return [row | case["meta"] for case in self.all if case["part"] == part for row in case["rows"]]
+
+    def write(self, part: str) -> None:
+        """Write the CSV of a part and that of all cases, and why cases failed."""
+        if rows := self.table(part):
+            write_csv(self.folder / f"{part}.csv", rows)
+        columns = "part", "case", "status", "seconds"
+        told = [
+            {key: case[key] for key in columns} | {"note": last_line(case["note"])} | case["meta"] for case in self.all
+        ]
+        write_csv(self.folder / "cases.csv", told)
+        failed = [case for case in self.all if case["status"] in ("failed", "cut off")]
+        text = "".join(f"=== {case['part']}: {case['case']}\n{case['note'].rstrip()}\n\n" for case in failed)
+        (self.folder / "failed.txt").write_text(text, encoding="utf-8")
 
     def pack(self) -> None:
         """Write all of the folder into an archive beside it: what is copied from elsewhere is one file."""
         shutil.make_archive(str(self.folder), "gztar", self.folder)
 
-    def _write(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        path = self.folder / f"{name}.csv"
-        if not rows:
-            path.unlink(missing_ok=True)
-            return
-        columns = [*dict.fromkeys(key for row in rows for key in row if key not in self.meta), *self.meta]
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    def _save(self) -> None:
+        fresh = self.folder / "cases.json.new"
+        fresh.write_text(json.dumps(self.all), encoding="utf-8")
+        fresh.replace(self.folder / "cases.json")
 
 
-def _read(folder: Path, name: str) -> list[dict[str, str]]:
-    path = folder / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def read_table(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The rows of a table in a folder, with numbers; none where there is no such table."""
-    return [{key: _number(text) for key, text in row.items()} for row in _read(folder, name)]
-
-
-def _number(text: str) -> Any:
-    """What a cell says: None where it is empty."""
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text or None
+def last_line(note: str) -> str:
+    """The last line of a note, or what of it fits a table."""
+    return note.strip().rpartition("\n")[2][:200]

@@ -1,6 +1,6 @@
 """The cases of a part, in processes of their own: one that fails, crashes or hangs leaves the others alone.
 
-A process goes through the cases of which `cases.csv` does not tell yet. It ends behind one that has failed, since a
+A process goes through the cases of which the results do not tell yet. It ends behind one that has failed, since a
 device or its allocator may be of no use after it (torch 2.11 counts a capture that has failed as one under way), and
 another one goes on.
 """
@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,16 +30,8 @@ CHILD = "import gpu.supervise as s, pickle, sys; s.here(*pickle.load(sys.stdin.b
 _end = float("inf")
 
 
-class NotApplicable(Exception):
-    """Raised inside a case that cannot be had here; the message says why."""
-
-    status = "not applicable"
-
-
-class TimeUp(NotApplicable):
-    """Raised inside a case that was given less time than it may take; the message says how far it got."""
-
-    status = "cut off"
+class Stopped(Exception):
+    """Raised inside a case that cannot be had here or does not come to its end: its status, and why."""
 
 
 def seconds_left() -> float:
@@ -54,45 +45,49 @@ def here(part: str, module: str, options: Options, results: Results, end: float,
     `module` is the name of the part's module, `end` a time of `time.monotonic`, one clock for all processes.
     """
     global _end
-    _end, told, cases = end, results.cases(part), importlib.import_module(module).cases(options)
-    for name, (most, work) in cases.items():
-        if name in told:
+    _end = end
+    for name, (most, work) in importlib.import_module(module).cases(options).items():
+        if name in results.cases(part):
             continue
         if alone:
             if seconds_left() < LEAST:
                 return
-            results.case(part, name, "running")
             faulthandler.dump_traceback_later(max(min(most, seconds_left()) - 1, 0.5), exit=True)
+        results.start(part, name)
         start, status, note, fit = time.monotonic(), "done", "", True
         try:
             with torch.no_grad():
                 for row in work():
-                    results.add(part, row)
-        except NotApplicable as reason:
-            status, note = reason.status, str(reason)
+                    results.add(row)
+        except Stopped as reason:
+            status, note = reason.args
         except torch.OutOfMemoryError as reason:  # of a capture, perhaps
-            status, note, fit = NotApplicable.status, str(reason).splitlines()[0], False
+            status, note, fit = "not applicable", str(reason).splitlines()[0], False
         except Exception:
             status, note, fit = "failed", traceback.format_exc(), False
         faulthandler.cancel_dump_traceback_later()
-        results.case(part, name, status, time.monotonic() - start, note)
+        results.end(status, time.monotonic() - start, note)
         if alone and not fit:
             return
 
 
-def supervise(part: str, module: ModuleType, options: Options, results: Results, seconds: float) -> None:
-    """Run the cases of a part's module in processes, until all have been begun or time is up."""
-    end, left = time.monotonic() + seconds, set(module.cases(options))
-    while (left := left - results.cases(part).keys()) and (rest := end - time.monotonic()) > LEAST:
-        given = pickle.dumps((part, module.__name__, options, results, end))
-        command, folder = [sys.executable, "-X", "faulthandler", "-c", CHILD], Path(__file__).parents[1]
+def supervise(part: str, module: str, options: Options, results: Results, end: float) -> None:
+    """Run the cases of a part in processes, until all have begun or time is up; arguments as of `here`."""
+    names = importlib.import_module(module).cases(options)
+    command, folder = [sys.executable, "-X", "faulthandler", "-c", CHILD], Path(__file__).parents[1]
+    while left := [name for name in names if name not in results.cases(part)]:
+        if (rest := end - time.monotonic()) < LEAST:
+            return
+        given = pickle.dumps((part, module, options, results, end))
         try:
             ended = subprocess.run(command, cwd=folder, input=given, timeout=rest, check=False).returncode
-            status, note = "failed", "took too long" if ended == 1 else f"the process ended with status {ended}"
         except subprocess.TimeoutExpired:
-            ended, status, note = 0, "cut off", "time was up"
-        for name, told in results.cases(part).items():
-            if told == "running":
-                results.case(part, name, status, note=note)
-        if ended and not left & results.cases(part).keys():
-            raise RuntimeError(f"{part}: the process ended with status {ended} before its first case")
+            ended = 0
+        results.read()
+        if left[0] not in results.cases(part):
+            results.start(part, left[0])
+            results.end("failed" if ended else "cut off", note=f"a process ended with status {ended} before this case")
+        elif results.all[-1]["status"] == "running":
+            others = "failed", f"the process ended with status {ended}"
+            status, note = {0: ("cut off", "time was up"), 1: ("failed", "took too long")}.get(ended, others)
+            results.end(status, note=note)
