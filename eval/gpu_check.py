@@ -25,7 +25,7 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
 
 At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
-Results are on disk as they come, in `cases.json`. Behind each part they are written as `<part>.csv`, `cases.csv` (what
+Results are on disk as they come, in `cases.jsonl`. Behind each part they are written as `<part>.csv`, `cases.csv` (what
 became of every case, also of those that there was no time for), `failed.txt` (why), and all of it once more as an
 archive, `<out>.tar.gz`. A first call gets to what tells
 most; `--part correctness --out results` and `--part decode --out results` get to the rest. What has passed of the tests
@@ -45,7 +45,7 @@ from typing import Annotated
 import torch
 import typer
 
-from common import RESULTS, command, environment, listed, show, write_csv
+from common import RESULTS, command, environment, listed, show
 from gpu import correctness, decoding, handoff, model, operations, prompts
 from gpu.options import Options
 from gpu.results import Results
@@ -77,7 +77,7 @@ def main(
     if options.on_gpu and not torch.cuda.is_available():
         raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
     out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
-    out.begin(wanted, LASTING)
+    out.begin([*wanted, "model"], LASTING)
     run = here if options.quick else supervise
     for place, name in enumerate(wanted):
         module, seconds = PARTS[name]
@@ -85,23 +85,21 @@ def main(
         try:
             run(name, module.__name__, options, out, now + (started + 60 * minutes - 5 - now) * share)
             for case in cases[name].keys() - out.cases(name).keys():
-                out.start(name, case)
-                out.end("not done")
+                out.note(name, case, "not done")
         finally:
             out.write(name)
-            out.pack()
         if rows := out.table(name):
             show(name, rows, module.SHOWN)
     if options.on_gpu:  # what a CPU takes says nothing of a model of GPUs
         predicted = model.check(results)
+        out.note("model", "steps", "done", predicted)
+        out.write("model")
         show("milliseconds a step", predicted, model.SHOWN)
-        write_csv(results / "model.csv", [row | out.meta for row in predicted])
-        out.pack()
+    told = {(name, case["status"]) for name in wanted for case in out.cases(name).values()}
     print(f"results are in {results}; {time.monotonic() - started:.0f} s", flush=True)
-    told = [status for name in wanted for status in out.cases(name).values()]
-    if "failed" in told:
+    if any(status == "failed" for _, status in told):
         raise typer.Exit(1)
-    if LASTING in wanted and set(out.cases(LASTING).values()) != {"done"}:
+    if any(name == LASTING and status != "done" for name, status in told):
         raise typer.Exit(UNFINISHED)
 
 

@@ -25,7 +25,7 @@ from hf_offload.scores import Scores
 Call = Callable[[], Any]
 SECONDS = 40
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
-LAUNCHES = 20
+LAUNCHES, ROUNDS = 20, 30
 SHOWN = (
     "operation", "batch", "tokens", "context", "p50", "floor", "of_floor", "wall", "launch", "in_graph", "gb_per_s",
 )  # fmt: skip
@@ -68,58 +68,51 @@ def recorded(options: Options, step: Call) -> Call:
     return recorder.replay
 
 
-class Timer:
-    """Times calls on a device; microseconds everywhere."""
+@functools.cache
+def other_data(options: Options) -> torch.Tensor:
+    """What fills the caches when it is read: what was written would go to memory during the call that is timed."""
+    return torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
 
-    def __init__(self, options: Options) -> None:
-        self.options, self.rounds = options, 3 if options.quick else 30
-        # Read before a call, to fill the caches: what was written would go to memory during the call.
-        self._other = torch.zeros(FLUSH_BYTES // 4 if options.on_gpu else 1, device=options.device)
 
-    def device_time(self, call: Call, *, cold: bool = True) -> dict[str, float]:
-        """Time on the device alone, from event to event, the caches filled with something else before each call (cold).
-
-        While the device fills them, the call and its events queue up behind it: no launch is in the time.
-        """
-        if not self.options.on_gpu:
-            return self.wall_time(call)
+def device_time(options: Options, call: Call, *, cold: bool = True) -> dict[str, float]:
+    """Percentiles of the time on the device alone, from event to event, the caches filled with something else before
+    each call (cold); microseconds. While the device fills them, the call and its events queue up behind it: no launch
+    is in the time. Without a GPU the host's clock.
+    """
+    if not options.on_gpu:
+        return wall_time(options, call)
+    call()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(ROUNDS)]
+    for start, end in pairs:
+        if cold:
+            other_data(options).sum()
+        start.record()
         call()
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
-        for start, end in pairs:
-            if cold:
-                self._other.sum()
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return percentiles(1000 * start.elapsed_time(end) for start, end in pairs)
+        end.record()
+    torch.cuda.synchronize()
+    return percentiles(1000 * start.elapsed_time(end) for start, end in pairs)
 
-    def wall_time(self, call: Call) -> dict[str, float]:
-        """Time on the host's clock until the device is through, the caches filled with something else before."""
+
+def wall_time(options: Options, call: Call) -> dict[str, float]:
+    """Percentiles of the time on the host's clock until the device is through, from cold caches; microseconds."""
+    call()
+    seconds: list[float] = []
+    for _ in range(3 if options.quick else ROUNDS):
+        other_data(options).sum()
+        with clock(seconds):
+            call()
+    return percentiles(1e6 * each for each in seconds)
+
+
+def launch_time(call: Call) -> float:
+    """Microseconds of the host's thread, which does not wait for the device."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(LAUNCHES):
         call()
-        seconds: list[float] = []
-        for _ in range(self.rounds):
-            self._other.sum()
-            with clock(seconds):
-                call()
-        return percentiles(1e6 * each for each in seconds)
-
-    def launch_time(self, call: Call) -> float:
-        """What a call costs the host's thread, which does not wait for the device."""
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(LAUNCHES):
-            call()
-        spent = time.perf_counter() - start
-        synchronize()
-        return 1e6 * spent / LAUNCHES
-
-    def graph_time(self, call: Call) -> float | None:
-        """Time of a call among `LAUNCHES` in a CUDA graph, with warm caches; None without a GPU."""
-        if not self.options.on_gpu:
-            return None
-        replay = recorded(self.options, lambda: [call() for _ in range(LAUNCHES)])
-        return self.device_time(replay, cold=False)["p50"] / LAUNCHES
+    spent = time.perf_counter() - start
+    synchronize()
+    return 1e6 * spent / LAUNCHES
 
 
 @functools.cache  # again in a process that goes on behind another
@@ -128,24 +121,24 @@ def bandwidths(options: Options) -> dict[str, float]:
     "back" the other way; "pin" is what torch pins, "pin, huge" the package's memory on huge pages, none of which has
     been pinned before.
     """
-    timer, size = Timer(options), 1 << (16 if options.quick else 30)
+    size = 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
     target = torch.empty_like(source)
     pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
     there, back = target[: size // 4], torch.empty_like(pinned, pin_memory=options.on_gpu)
+    copies = {"device": (target, source), "link": (there, pinned), "back": (back, there)}
     found = {
-        "device": 2 * size / timer.device_time(lambda: target.copy_(source))["p50"],
-        "link": size / 4 / timer.device_time(lambda: there.copy_(pinned, non_blocking=True))["p50"],
-        "back": size / 4 / timer.device_time(lambda: back.copy_(there, non_blocking=True))["p50"],
+        way: to.nbytes / device_time(options, functools.partial(to.copy_, data, non_blocking=True))["p50"]
+        for way, (to, data) in copies.items()
     }
+    found["device"] *= 2
     ways: dict[str, Call] = {
         "pin": lambda: torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu),
         "pin, huge": lambda: host_empty((size,), torch.uint8, pin=options.on_gpu),
     }
-    empty_cache = getattr(torch._C, "_host_emptyCache", None)
     for way, make in ways.items():
-        if options.on_gpu and empty_cache is not None:
-            empty_cache()  # torch keeps pinned memory for tensors of the same size
+        if options.on_gpu:
+            torch._C._host_emptyCache()  # torch keeps pinned memory for tensors of the same size
         with clock() as seconds:
             make()
         found[way] = size / 1e6 / seconds[0]
@@ -254,18 +247,20 @@ def speeds(options: Options) -> Iterator[dict[str, Any]]:
 
 def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]:
     """One row of results, microseconds."""
-    timer, speed = Timer(options), bandwidths(options)
+    models.free(options)  # what the case before has left
+    speed = bandwidths(options)
     torch.manual_seed(0)
     with torch.device(options.device):
         call, device_bytes, link_bytes = OPERATIONS[name](options, size)
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
     floor = max(device_bytes / speed["device"], link_bytes / speed["link"])
-    wall, spread = timer.wall_time(call), timer.device_time(call)
+    wall, spread, in_graph = wall_time(options, call), device_time(options, call), None
+    if options.on_gpu:
+        replay = recorded(options, lambda: [call() for _ in range(LAUNCHES)])
+        in_graph = device_time(options, replay, cold=False)["p50"] / LAUNCHES
     yield {
         "operation": name, "batch": size.batch, "tokens": size.chosen * size.block,
         "context": size.context * size.block, **spread, "floor": floor, "of_floor": spread["p50"] / floor,
         "wall": wall["p50"], "device_bytes": device_bytes, "link_bytes": link_bytes,
-        "launch": timer.launch_time(call), "in_graph": timer.graph_time(call),
+        "launch": launch_time(call), "in_graph": in_graph,
     }  # fmt: skip
-    del call
-    models.free(options)

@@ -53,12 +53,14 @@ def here(part: str, module: str, options: Options, results: Results, end: float,
             if seconds_left() < LEAST:
                 return
             faulthandler.dump_traceback_later(max(min(most, seconds_left()) - 1, 0.5), exit=True)
-        results.start(part, name)
+        results.note(part, name, "running")
         start, status, note, fit = time.monotonic(), "done", "", True
+        rows: list[dict[str, Any]] = []
         try:
             with torch.no_grad():
                 for row in work():
-                    results.add(row)
+                    rows.append(row)
+                    results.note(part, name, "running", rows)
         except Stopped as reason:
             status, note = reason.args
         except torch.OutOfMemoryError as reason:  # of a capture, perhaps
@@ -66,7 +68,7 @@ def here(part: str, module: str, options: Options, results: Results, end: float,
         except Exception:
             status, note, fit = "failed", traceback.format_exc(), False
         faulthandler.cancel_dump_traceback_later()
-        results.end(status, time.monotonic() - start, note)
+        results.note(part, name, status, rows, seconds=time.monotonic() - start, note=note)
         if alone and not fit:
             return
 
@@ -84,10 +86,11 @@ def supervise(part: str, module: str, options: Options, results: Results, end: f
         except subprocess.TimeoutExpired:
             ended = 0
         results.read()
-        if left[0] not in results.cases(part):
-            results.start(part, left[0])
-            results.end("failed" if ended else "cut off", note=f"a process ended with status {ended} before this case")
-        elif results.all[-1]["status"] == "running":
-            others = "failed", f"the process ended with status {ended}"
-            status, note = {0: ("cut off", "time was up"), 1: ("failed", "took too long")}.get(ended, others)
-            results.end(status, note=note)
+        others = "failed", f"the process ended with status {ended}"
+        status, note = {0: ("cut off", "time was up"), 1: ("failed", "took too long")}.get(ended, others)
+        told = results.cases(part)
+        if left[0] not in told:
+            results.note(part, left[0], status, note=f"a process ended with status {ended} before this case")
+        for name, case in told.items():
+            if case["status"] == "running":
+                results.note(part, name, status, case["rows"], note=note)

@@ -79,7 +79,7 @@ def test_a_case_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(Path(__file__).parent)
     results = Results(tmp_path, META)
     supervise.supervise("troubled", "_troubled", QUICK, results, time.monotonic() + 3000)
-    told = {case["case"]: (case["status"], case["note"]) for case in results.all}
+    told = {case["case"]: (case["status"], case["note"]) for case in results.found.values()}
     assert told == {
         "first": ("done", ""), "cannot": ("not applicable", "no room"),
         "dies": ("failed", "the process ended with status 9"), "next": ("done", ""),
@@ -94,9 +94,7 @@ def test_a_later_call_keeps_what_was_told_of_other_parts(tmp_path: Path) -> None
         results = Results(tmp_path, META | {"commit": commit})
         results.begin(parts, "")
         for part in parts:
-            results.start(part, "a case")
-            results.add({"x": 1.0})
-            results.end("failed", note=text)
+            results.note(part, "a case", "failed", [{"x": 1.0}], note=text)
             results.write(part)
     assert [(row["part"], row["commit"]) for row in table(tmp_path / "cases.csv")] == list(
         zip(("one", "two", "six"), "abc", strict=True)
