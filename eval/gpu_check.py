@@ -48,8 +48,7 @@ import typer
 from common import RESULTS, command, environment, listed, show
 from gpu import correctness, decoding, handoff, model, operations, prompts
 from gpu.options import Options
-from gpu.results import Results
-from gpu.supervise import here, supervise
+from gpu.supervise import Results, here, supervise
 
 PARTS = {  # and seconds of each, if there are nine minutes
     "correctness": (correctness, 230),
@@ -83,7 +82,7 @@ def main(
         module, seconds = PARTS[name]
         now, share = time.monotonic(), seconds / sum(PARTS[other][1] for other in wanted[place:])
         try:
-            run(name, module.__name__, options, out, now + (started + 60 * minutes - 5 - now) * share)
+            run(name, cases[name], out, now + (started + 60 * minutes - 5 - now) * share)
             for case in cases[name].keys() - out.cases(name).keys():
                 out.note(name, case, "not done")
         finally:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +22,7 @@ from hf_offload.graph.graph_capture import Recorder, undisturbed
 from hf_offload.scores import Scores
 
 Call = Callable[[], Any]
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 32
 SECONDS = 40
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES, ROUNDS = 20, 30
@@ -31,29 +31,29 @@ SHOWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """One size: of `context` blocks of a row, `chosen` ones of each KV head are attended or resident."""
 
     batch: int
-    kv_heads: int = 8
-    group: int = 4
-    dim: int = 128
-    block: int = 32
     chosen: int = 64
     context: int = 4096
 
     @property
+    def lines(self) -> tuple[int, int]:
+        """`[B, Hkv]`."""
+        return self.batch, KV_HEADS
+
+    @property
     def query(self) -> tuple[int, int, int]:
         """`[B, Hq, D]`."""
-        return self.batch, self.kv_heads * self.group, self.dim
+        return self.batch, HEADS, DIM
 
     def limits(self) -> torch.Tensor:
         """Tokens and sealed blocks: all but the last one."""
-        return torch.tensor([self.context * self.block, self.context - 1], dtype=torch.int32)
+        return torch.tensor([self.context * BLOCK, self.context - 1], dtype=torch.int32)
 
 
-TINY = Size(2, kv_heads=2, group=2, dim=16, block=8, chosen=4, context=16)
+TINY = Size(2, chosen=4, context=16)
 SIZES = [Size(1), Size(16)]
 LONG = [Size(batch, chosen=1024, context=1024) for batch in (1, 16)]  # all of a context of 32k resident
 
@@ -104,17 +104,6 @@ def wall_time(options: Options, call: Call) -> dict[str, float]:
     return percentiles(1e6 * each for each in seconds)
 
 
-def launch_time(call: Call) -> float:
-    """Microseconds of the host's thread, which does not wait for the device."""
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(LAUNCHES):
-        call()
-    spent = time.perf_counter() - start
-    synchronize()
-    return 1e6 * spent / LAUNCHES
-
-
 @functools.cache  # again in a process that goes on behind another
 def bandwidths(options: Options) -> dict[str, float]:
     """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
@@ -158,11 +147,11 @@ def pool_and_listing(options: Options, size: Size) -> tuple[torch.Tensor, ...]:
     """A pool `[B, Hkv, C, 2, block, D]`, and a listing of all its slots in any order: slots and blocks `[B, Hkv, C]`,
     the blocks ascending and spread over the context with the last one among them; counts `[B, Hkv]`.
     """
-    lines, step = (size.batch, size.kv_heads), size.context // size.chosen
-    pool = torch.randn(*lines, size.chosen, 2, size.block, size.dim, dtype=options.dtype)
-    slots = torch.rand(*lines, size.chosen).argsort(-1).int()
-    blocks = torch.arange(step - 1, size.context, step, dtype=torch.int32).expand(*lines, -1).contiguous()
-    return pool, slots, blocks, torch.full(lines, size.chosen, dtype=torch.int32)
+    step = size.context // size.chosen
+    pool = torch.randn(*size.lines, size.chosen, 2, BLOCK, DIM, dtype=options.dtype)
+    slots = torch.rand(*size.lines, size.chosen).argsort(-1).int()
+    blocks = torch.arange(step - 1, size.context, step, dtype=torch.int32).expand(*size.lines, -1).contiguous()
+    return pool, slots, blocks, torch.full(size.lines, size.chosen, dtype=torch.int32)
 
 
 def add_one(options: Options, size: Size) -> Operation:
@@ -179,27 +168,25 @@ def paged_attention(options: Options, size: Size) -> Operation:
 
 def score_submeans(options: Options, size: Size) -> Operation:
     blocks, query, limits = size.batch * size.context, torch.randn(size.query), size.limits()
-    store = random_digests(
-        "submean", blocks, size.kv_heads, size.dim, block_size=size.block, batch=size.batch, device=options.device
-    )
+    store = random_digests("submean", blocks, KV_HEADS, DIM, batch=size.batch, device=options.device)
     table = torch.arange(blocks, dtype=torch.int32).view(size.batch, -1)
-    scores = 4 * size.batch * size.kv_heads * size.group * size.context  # a float32 a query head and block
+    scores = 4 * size.batch * HEADS * size.context  # a float32 a query head and block
     nbytes = sum(part.nbytes for part in (query, table, *store.held())) + scores
     return lambda: store.score(query, table, limits, Scores(scale=0.1)), nbytes, 0
 
 
 def select_blocks(options: Options, size: Size) -> Operation:
-    score, limits = torch.randn(size.batch, size.kv_heads, size.context), size.limits()
+    score, limits = torch.randn(*size.lines, size.context), size.limits()
     sinks = [torch.full((size.batch,), number, dtype=torch.int32) for number in (0, 1)]  # the first block of each row
-    knobs = {"block_size": size.block, "recent": 1, "k": size.chosen, "capacity": size.chosen}
-    chosen = 4 * size.batch * size.kv_heads * (size.chosen + 1)  # int32, and their number
+    knobs = {"block_size": BLOCK, "recent": 1, "k": size.chosen, "capacity": size.chosen}
+    chosen = 4 * size.batch * KV_HEADS * (size.chosen + 1)  # int32, and their number
     return lambda: block_topk.select_blocks(score, limits, *sinks, **knobs), score.nbytes + chosen, 0
 
 
 def fetch_all(options: Options, size: Size) -> Operation:
     """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks one goes into each slot."""
     (pool, *moves), physical = pool_and_listing(options, size), min(size.context, 512)
-    slab = pinned(options, physical, size.kv_heads, *pool.shape[3:], dtype=options.dtype).normal_()
+    slab = pinned(options, physical, *pool[0, :, 0].shape, dtype=options.dtype).normal_()
     addresses = slab.data_ptr() + slab[0].nbytes * torch.arange(physical)
     table = torch.randint(physical, (size.batch, size.context), dtype=torch.int32)
 
@@ -212,9 +199,9 @@ def fetch_all(options: Options, size: Size) -> Operation:
 
 def merge_with_host(options: Options, size: Size) -> Operation:
     """The merge of the device's shares with a partial of the CPU, which lies in pinned memory, where it is read."""
-    splits = attention.count_splits(size.batch * size.kv_heads, size.chosen * size.block)
-    batch, heads, dim = size.query
-    out, lse, query = torch.randn(batch, heads, splits, dim), torch.randn(batch, heads, splits), torch.randn(size.query)
+    splits = attention.count_splits(size.batch * KV_HEADS, size.chosen * BLOCK)
+    query, lse = torch.randn(size.query), torch.randn(size.batch, HEADS, splits)
+    out = torch.randn(*lse.shape, DIM)
     there, mass, kbar = (pinned(options, *shape) for shape in (size.query, size.query[:2], size.query))
     host = HostResult(there, mass, kbar, torch.randn(size.query))
     read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * options.dtype.itemsize
@@ -254,13 +241,21 @@ def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]
         call, device_bytes, link_bytes = OPERATIONS[name](options, size)
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
     floor = max(device_bytes / speed["device"], link_bytes / speed["link"])
-    wall, spread, in_graph = wall_time(options, call), device_time(options, call), None
-    if options.on_gpu:
-        replay = recorded(options, lambda: [call() for _ in range(LAUNCHES)])
-        in_graph = device_time(options, replay, cold=False)["p50"] / LAUNCHES
+    wall, spread = wall_time(options, call), device_time(options, call)
+
+    def calls() -> None:
+        for _ in range(LAUNCHES):
+            call()
+
+    synchronize()
+    start = time.perf_counter()
+    calls()
+    launch = time.perf_counter() - start  # of the host's thread, which does not wait for the device
+    synchronize()
+    in_graph = device_time(options, recorded(options, calls), cold=False)["p50"] if options.on_gpu else None
     yield {
-        "operation": name, "batch": size.batch, "tokens": size.chosen * size.block,
-        "context": size.context * size.block, **spread, "floor": floor, "of_floor": spread["p50"] / floor,
+        "operation": name, "batch": size.batch, "tokens": size.chosen * BLOCK,
+        "context": size.context * BLOCK, **spread, "floor": floor, "of_floor": spread["p50"] / floor,
         "wall": wall["p50"], "device_bytes": device_bytes, "link_bytes": link_bytes,
-        "launch": launch_time(call), "in_graph": in_graph,
+        "launch": 1e6 * launch / LAUNCHES, "in_graph": in_graph and in_graph / LAUNCHES,
     }  # fmt: skip

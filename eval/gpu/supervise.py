@@ -8,23 +8,22 @@ another one goes on.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import pickle
+import shutil
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu.options import Options
-from gpu.results import Results
+from common import Records, write_csv
 
 Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
-"""By name, the seconds that a case may take, and what yields its rows: `cases(options)` of a part's module."""
+"""By name, the seconds that a case may take, and what yields its rows; it can be pickled."""
 LEAST = 10  # seconds without which no case is begun
 CHILD = "import gpu.supervise as s, pickle, sys; s.here(*pickle.load(sys.stdin.buffer), alone=True)"
 _end = float("inf")
@@ -39,14 +38,78 @@ def seconds_left() -> float:
     return _end - time.monotonic()
 
 
-def here(part: str, module: str, options: Options, results: Results, end: float, *, alone: bool = False) -> None:
+class Results(Records):
+    """Cases in `cases.jsonl` in a folder, to which several processes add, one after the other.
+
+    A case has a part, a name, a status, seconds, a note, rows, and `meta` of machine and code (`common.environment`).
+    """
+
+    def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:
+        super().__init__(folder.resolve() / "cases.jsonl", ("part", "case"), {})
+        self.folder, self.meta = folder.resolve(), dict(meta)
+
+    def begin(self, parts: Collection[str], lasting: str) -> None:
+        """Forget what an earlier call has told of some parts; of a lasting one, what is done at this commit stays."""
+        same = self.meta["commit"], self.meta["gpu"]
+        known = same[0] != "unknown" and not same[0].endswith("+changes")
+
+        def stays(case: Mapping[str, Any]) -> bool:
+            done = case["status"] == "done" and (case["meta"]["commit"], case["meta"]["gpu"]) == same
+            return case["part"] not in parts or (case["part"] == lasting and known and done)
+
+        kept = [case for case in self.found.values() if stays(case)]
+        self.remove()
+        self.found.clear()
+        for case in kept:
+            self.add(case)
+        for part in parts:
+            (self.folder / f"{part}.csv").unlink(missing_ok=True)
+
+    def note(
+        self, part: str, name: str, status: str, rows: Sequence[Any] = (), *, seconds: float = 0.0, note: str = ""
+    ) -> None:
+        """Note what became of a case; it is on disk when this returns."""
+        case = {"part": part, "case": name, "status": status, "seconds": seconds, "note": note}
+        self.add(case | {"rows": list(rows), "meta": self.meta})
+        if status != "running":
+            print(f"{part}: {name}: {status} ({seconds:.1f} s) {last_line(note)}", flush=True)
+
+    def cases(self, part: str) -> dict[str, dict[str, Any]]:
+        """The cases of a part that have begun, by name."""
+        return {name: case for (other, name), case in self.found.items() if other == part}
+
+    def table(self, part: str) -> list[dict[str, Any]]:
+        """The rows of a part, with what they say of machine and code."""
+        return [row | case["meta"] for case in self.cases(part).values() for row in case["rows"]]
+
+    def write(self, part: str) -> None:
+        """Write the CSV of a part and that of all cases, why cases failed, and an archive of the folder beside it."""
+        if rows := self.table(part):
+            write_csv(self.folder / f"{part}.csv", rows)
+        columns, every = ("part", "case", "status", "seconds"), self.found.values()
+        told = [
+            {key: case[key] for key in columns} | {"note": last_line(case["note"])} | case["meta"] for case in every
+        ]
+        write_csv(self.folder / "cases.csv", told)
+        failed = [case for case in every if case["status"] in ("failed", "cut off")]
+        text = "".join(f"=== {case['part']}: {case['case']}\n{case['note'].rstrip()}\n\n" for case in failed)
+        (self.folder / "failed.txt").write_text(text, encoding="utf-8")
+        shutil.make_archive(str(self.folder), "gztar", self.folder)
+
+
+def last_line(note: str) -> str:
+    """The last line of a note, or what of it fits a table."""
+    return note.strip().rpartition("\n")[2][:200]
+
+
+def here(part: str, cases: Cases, results: Results, end: float, *, alone: bool = False) -> None:
     """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes too long.
 
-    `module` is the name of the part's module, `end` a time of `time.monotonic`, one clock for all processes.
+    `end` is a time of `time.monotonic`, one clock for all processes.
     """
     global _end
     _end = end
-    for name, (most, work) in importlib.import_module(module).cases(options).items():
+    for name, (most, work) in cases.items():
         if name in results.cases(part):
             continue
         if alone:
@@ -73,14 +136,13 @@ def here(part: str, module: str, options: Options, results: Results, end: float,
             return
 
 
-def supervise(part: str, module: str, options: Options, results: Results, end: float) -> None:
+def supervise(part: str, cases: Cases, results: Results, end: float) -> None:
     """Run the cases of a part in processes, until all have begun or time is up; arguments as of `here`."""
-    names = importlib.import_module(module).cases(options)
     command, folder = [sys.executable, "-X", "faulthandler", "-c", CHILD], Path(__file__).parents[1]
-    while left := [name for name in names if name not in results.cases(part)]:
+    while left := [name for name in cases if name not in results.cases(part)]:
         if (rest := end - time.monotonic()) < LEAST:
             return
-        given = pickle.dumps((part, module, options, results, end))
+        given = pickle.dumps((part, cases, results, end))
         try:
             ended = subprocess.run(command, cwd=folder, input=given, timeout=rest, check=False).returncode
         except subprocess.TimeoutExpired:

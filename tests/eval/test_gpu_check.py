@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import subprocess
 import sys
 import tarfile
@@ -21,7 +22,7 @@ from gpu import model as predicted
 from gpu.operations import OPERATIONS
 from gpu.options import Options
 from gpu.replay import parse, write_script
-from gpu.results import Results
+from gpu.supervise import Results
 
 QUICK = Options("cpu", quick=True, rows="scout")
 META = {"commit": "a", "gpu": "none"}
@@ -78,7 +79,8 @@ def test_a_case_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(common.__file__).parents[1]}")
     monkeypatch.syspath_prepend(Path(__file__).parent)
     results = Results(tmp_path, META)
-    supervise.supervise("troubled", "_troubled", QUICK, results, time.monotonic() + 3000)
+    cases = importlib.import_module("_troubled").cases(QUICK)
+    supervise.supervise("troubled", cases, results, time.monotonic() + 3000)
     told = {case["case"]: (case["status"], case["note"]) for case in results.found.values()}
     assert told == {
         "first": ("done", ""), "cannot": ("not applicable", "no room"),
