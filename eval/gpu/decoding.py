@@ -17,10 +17,10 @@ from gpu.replay import Replay, parse, write_script
 from gpu.supervise import Cases, Stopped
 from hf_offload import HybridCache, Scout
 
-LARGE, SMALL = (32, 2048), (8, 64)
-"""Tokens of a block, and those that a sparse row attends and keeps on the device; the second with `quick`."""
+BLOCK = 32
+BUDGET, TINY_BUDGET = 2048, 256  # tokens that a sparse row attends and keeps on the device; the second with `quick`
 WARM_UP = 5  # a graph is captured in the second step
-SECONDS, SECONDS_A_GIB = 150, 1.5  # a row, its filling included: memory is pinned at a GiB a second or so
+SECONDS = 240  # a row, its filling included
 TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
 FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has so many slots at most
 STEP_SECONDS = 15  # of a row for the steps that count, if there have been a few
@@ -55,17 +55,16 @@ def scripts_of(row: str) -> tuple[str | None, ...]:
 
 def cases(options: Options) -> Cases:
     """A case a row, context, batch and script, in the order of their worth."""
-    contexts = [256] if options.quick else numbers(options.contexts)
+    contexts = [2048] if options.quick else numbers(options.contexts)
     batches = [2] if options.quick else numbers(options.batches)
     asked = itertools.product(contexts, batches, listed(options.rows, ROWS, "rows"))
     every: list[Case] = [(*case, script) for case in asked for script in scripts_of(case[2])]
     every.sort(key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
-    sizes, found = models.shape(options), Cases()
-    for context, batch, row, script in every:
-        name = f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}"
-        gib = sizes.layers * sizes.token_bytes * context * batch / 2**30
-        found[name] = SECONDS + SECONDS_A_GIB * gib, functools.partial(row_of, options, context, batch, row, script)
-    return found
+    return {
+        f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}":
+            (SECONDS, functools.partial(row_of, options, context, batch, row, script))
+        for context, batch, row, script in every
+    }  # fmt: skip
 
 
 def row_of(options: Options, context: int, batch: int, name: str, script: str | None) -> Iterator[dict[str, Any]]:
@@ -88,48 +87,48 @@ def measure(options: Options, context: int, batch: int, name: str, replay: str |
     model, row = models.build(options), make_row(options, name, replay, context, batch)
     models.check_memory(options, row, batch, context)
     with clock() as filling:
-        tokens = filled_tokens(context, (SMALL if options.quick else LARGE)[0])
-        cache = models.fill(options, model, row, batch, models.random_kv(options, tokens - models.PROMPT))
+        cache = models.fill(
+            options, model, row, batch, models.random_kv(options, filled_tokens(context) - models.PROMPT)
+        )
     found = time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
     if isinstance(row.policy, Replay):
         found |= {"script_miss": row.policy.script.miss, "script_drift": row.policy.script.drift}
     return found
 
 
-def filled_tokens(context: int, block: int) -> int:
+def filled_tokens(context: int) -> int:
     """Tokens before the first step. The third fills a block: what closes one is compiled before steps count. The run
     ends within the context, where memory that is pinned in powers of two would double.
     """
-    return context - 2 * block - 3
+    return context - 2 * BLOCK - 3
 
 
 def make_row(options: Options, name: str, replay: str | None, context: int, batch: int) -> Row:
     """The cache of a row; `replay` as for `measure`."""
     if name in STOCK:
         return Row(name, "dynamic", STOCK[name])
-    kind, (block, budget) = name.removesuffix("-graph"), SMALL if options.quick else LARGE
-    knobs: dict[str, Any] = {"block_size": block, "cuda_graph": kind != name}
-    knobs |= {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
+    kind, budget = name.removesuffix("-graph"), TINY_BUDGET if options.quick else BUDGET
+    knobs: dict[str, Any] = {"cuda_graph": kind != name} | (
+        {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
+    )
     if kind == FULL:
-        return Row(name, "full", knobs | {"resident": context, "block_size": block if options.quick else FULL_BLOCK})
-    policy = {"sinks": 8, "recent": 8, "synchronous_layers": (0,)} if options.quick else {}
-    policy |= {} if kind == "drawn" else {"budget": budget}
-    knobs |= {} if kind in ("default", "chosen") else {"resident": budget}
+        return Row(name, "full", knobs | {"resident": context, "block_size": FULL_BLOCK})
+    if kind not in ("default", "chosen"):
+        knobs["resident"] = budget
+    policy = {} if kind == "drawn" else {"budget": budget}
     if kind in FREE:
         return Row(name, Scout(**policy, **FREE[kind]), knobs)
-    plain = Scout(**policy, **VARIANTS[kind])
-    fixed = -(-plain.sinks // block), -(-plain.recent // block) + 1
-    lines, tokens = (batch, models.shape(options).kv_heads), filled_tokens(context, block)
-    blocks_at = [-(-(tokens + step) // block) for step in range(1, 2 * block + 1)]  # a step attends itself, too
-    script = write_script(lines, blocks_at, budget // block, fixed, **parse(replay), device=options.device)
-    policy = {"dense": False, "recall": script.interval} | policy | VARIANTS[kind]
+    steps = range(1, 2 * BLOCK + 1)  # a step attends itself, too
+    blocks_at = [-(-(filled_tokens(context) + step) // BLOCK) for step in steps]
+    lines, fixed = (batch, models.shape(options).kv_heads), (1, 2)  # Scout's usual sinks and recent tokens
+    script = write_script(lines, blocks_at, budget // BLOCK, fixed, **parse(replay), device=options.device)
+    policy |= {"dense": False, "recall": script.interval} | VARIANTS[kind]
     return Row(name, Replay(**policy, script=script), knobs)
 
 
 def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: int) -> dict[str, Any]:
     """Time decode steps of a cache that is full; milliseconds."""
-    steps = min(options.steps, 4) if options.quick else options.steps
-    coming = iter(torch.randint(model.config.vocab_size, (WARM_UP + steps, batch, 1), device=options.device))
+    coming = iter(torch.randint(model.config.vocab_size, (WARM_UP + options.steps, batch, 1), device=options.device))
     mask = torch.ones(batch, cache.get_seq_length(), dtype=torch.long, device=options.device)
 
     def step() -> None:
@@ -138,7 +137,7 @@ def time_cache(options: Options, model: PreTrainedModel, cache: Cache, batch: in
         model(input_ids=next(coming), attention_mask=mask, past_key_values=cache)
 
     time_steps(step, WARM_UP, STEP_SECONDS / 3)
-    times = [1000 * seconds for seconds in time_steps(step, steps, STEP_SECONDS)]
+    times = [1000 * seconds for seconds in time_steps(step, options.steps, STEP_SECONDS)]
     mean = sum(times) / len(times)
     found: dict[str, Any] = {"tokens_per_s": 1000 * batch / mean, **percentiles(times)}
     found |= {"mean": mean, "steps": len(times)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -85,8 +85,7 @@ class Machine:
     merge_row: float = 0.66
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a step of a row has to do, whose choices follow the script `replay` or "none": the CPU attends the share
     `miss` of the chosen blocks, and so many bytes are recalled.
     """
@@ -97,14 +96,6 @@ class Work:
     replay: str = "none"
     miss: float = 0.0
     recalled: float = 0.0
-
-    @property
-    def recalls(self) -> float:
-        """Recalls a step: random choices ask for one in each."""
-        if self.replay == "none":
-            return float(self.recalled > 0)
-        every = parse(self.replay)["recall"]
-        return 1 / every if every else 0.0
 
 
 def scripted(context: int, batch: int, script: str) -> Work:
@@ -144,10 +135,12 @@ def pieces(work: Work, machine: Machine) -> dict[str, float]:
     }
     if work.row in (FULL, CHOICE):
         return step | {name: LAYERS * spent / 1000 for name, spent in layer.items()}
+    # Random choices ask for a recall in each step.
+    recalls = float(work.recalled > 0) if work.replay == "none" else 1 / parse(work.replay)["recall"]
     layer |= {
         "merge": machine.merge + machine.merge_row * work.batch,
         "hand over": 3.9 + 0.3 * work.batch,
-        "exchange": 2.9 + 6.7 * work.recalls,  # step_kernels: each eighth step, and in each
+        "exchange": 2.9 + 6.7 * recalls,  # step_kernels: each eighth step, and in each
     }
     recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
     step |= {name: LAYERS * spent / 1000 for name, spent in layer.items()}
@@ -172,52 +165,50 @@ def predict(work: Work, machine: Machine, measured: float | None = None) -> dict
     }  # fmt: skip
 
 
-def table(folder: Path, part: str) -> list[dict[str, Any]]:
-    """The rows of a part of a check, without what is empty; none where it did not get to it."""
+def table(folder: Path, part: str) -> pd.DataFrame:
+    """The rows of a part of a check; none where it did not get to it."""
     path = folder / f"{part}.csv"
-    return [row.dropna().to_dict() for _, row in pd.read_csv(path).iterrows()] if path.exists() else []
+    return pd.read_csv(path) if path.exists() else pd.DataFrame()
 
 
 def rows_of(folder: Path) -> Iterator[tuple[Work, float]]:
     """What was measured of the rows that the model knows, with what they had to do."""
-    for row in table(folder, "decode"):
-        if row["row"] in (FULL, SCOUT, "scout-no-recall-graph") and row["layers"] == LAYERS and "p50" in row:
-            recalled = row.get("recall_mib_per_step", 0.0) * 2**20
-            facts = row["context"], row["batch"], row["row"], row["replay"]
-            yield Work(*facts, row.get("cpu_ratio", 0.0), recalled), row["p50"]
+    rows = table(folder, "decode")
+    for row in rows.itertuples() if "p50" in rows else ():
+        if row.row in (FULL, SCOUT, "scout-no-recall-graph") and row.layers == LAYERS and row.p50 > 0:
+            facts = row.context, row.batch, row.row, row.replay
+            yield Work(*facts, row.cpu_ratio, row.recall_mib_per_step * 2**20), row.p50
 
 
 def measured(folder: Path) -> Machine:
     """A machine with what a check has measured of it; what it did not get to is an H100's."""
     kernels = table(folder, "kernels")
-    speeds = {
-        "device": [row["gb_per_s"] for row in kernels if row["operation"] == "speed: device"],
-        "fetch": [row["link_bytes"] / row["p50"] / 1000 for row in kernels if row["operation"] == "fetch_all"],
-    }
-    found = {name: max(each) for name, each in speeds.items() if each}
+    if kernels.empty:
+        return Machine()
 
-    def line(operation: str, column: str) -> tuple[float, float] | None:
-        """Slope and start of the line through times by a column; None where one point or none is there."""
-        rows = [row for row in kernels if row["operation"] == operation and "in_graph" in row]
-        if len({row[column] for row in rows}) < 2:
-            return None
-        slope, start = np.polyfit([row[column] for row in rows], [row["in_graph"] for row in rows], 1)
-        return float(slope), float(start)
+    def of(operation: str) -> pd.DataFrame:
+        return kernels[kernels.operation == operation]
 
-    if scored := line("score_submeans", "device_bytes"):
-        found |= {"score": 1 / scored[0] / 1000, "score_fixed": max(scored[1], 0.0)}
-    if merged := line("merge_with_host", "batch"):
-        found |= {"merge": merged[1], "merge_row": merged[0]}
-    return Machine(**found)
+    def line(operation: str, column: str) -> tuple[float, float]:
+        """Slope and start of the line through times by a column; no numbers where one point or none is there."""
+        rows = of(operation).dropna(subset="in_graph")
+        return np.polyfit(rows[column], rows.in_graph, 1) if rows[column].nunique() > 1 else (np.nan, np.nan)
+
+    (a_byte, score), (a_row, merge) = line("score_submeans", "device_bytes"), line("merge_with_host", "batch")
+    found = {
+        "device": of("speed: device").gb_per_s.max(),
+        "fetch": (of("fetch_all").link_bytes / of("fetch_all").p50).max() / 1000,
+        "score": 1 / a_byte / 1000, "score_fixed": max(score, 0.0), "merge": merge, "merge_row": a_row,
+    }  # fmt: skip
+    return Machine(**{name: float(value) for name, value in found.items() if np.isfinite(value)})
 
 
 def check(folder: Path) -> list[dict[str, Any]]:
     """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
-    machine = measured(folder)
-    rows = [predict(work, machine, time) for work, time in rows_of(folder)]
-    told = {(row["context"], row["batch"], row["row"], row["replay"]) for row in rows}
-    others = [work for work in AHEAD_OF_A_RUN if (work.context, work.batch, work.row, work.replay) not in told]
-    return rows + [predict(work, machine) for work in others]
+    machine, found = measured(folder), list(rows_of(folder))
+    told = {work[:4] for work, _ in found}
+    rows = [*found, *((work, None) for work in AHEAD_OF_A_RUN if work[:4] not in told)]
+    return [predict(work, machine, time) for work, time in rows]
 
 
 CARDS = {

@@ -57,16 +57,15 @@ def write_script(
     free, middle = np.arange(first, blocks_at[0] - newest), budget - first - newest
     order = np.random.default_rng(0).permuted(np.tile(free, (count, 1)), axis=1)
     near, far = order[:, :middle], order[:, middle:]  # resident blocks, and the others
-    start, chosen, path, missing, new = near, near, [], [], []
+    start, path, missing = near, [], []
     for step in range(1, len(blocks_at) + 1):
         # Whole numbers of blocks whose means are as wanted.
         misses, moves = (int(step * aim) - int((step - 1) * aim) for aim in (miss * budget, drift * budget / 2))
         # Half of what changes are resident blocks that come and go, half are others.
         near, far = np.roll(near, -moves, 1), np.roll(far, -moves, 1)
-        before, chosen = chosen, np.concatenate([near[:, misses:], far[:, :misses]], 1)
+        chosen = np.concatenate([near[:, misses:], far[:, :misses]], 1)
         path.append(chosen)
         missing.append(misses)
-        new.append((chosen[:, :, None] != before[:, None]).all(2).sum(1).mean())
         if recall and step % recall == 0:
             near, far = chosen, np.concatenate([far[:, misses:], near[:, :misses]], 1)
 
@@ -77,8 +76,10 @@ def write_script(
         return torch.from_numpy(whole.reshape(*lines, budget).astype(np.int32)).to(device)
 
     every = torch.stack([tensor(middles, blocks) for middles, blocks in zip(path, blocks_at, strict=True)])
-    means = float(np.mean(missing)) / budget, float(np.mean(new)) / budget
-    return Script(tensor(start, blocks_at[0]), every, recall, *means)
+    new = (np.stack(path)[1:, :, :, None] != np.stack(path)[:-1, :, None]).all(3).sum(2)
+    return Script(
+        tensor(start, blocks_at[0]), every, recall, np.mean(missing).item() / budget, new.mean().item() / budget
+    )
 
 
 @dataclass(slots=True)
