@@ -46,17 +46,18 @@ import torch
 import typer
 
 from common import RESULTS, command, environment, listed, show
-from gpu import correctness, decoding, handoff, model, operations, prompts
-from gpu.options import Options
+from gpu import correctness, decoding, handoff, model, operations
+from gpu.models import Options
 from gpu.supervise import Results, here, supervise
 
-PARTS = {  # and seconds of each, if there are nine minutes
-    "correctness": (correctness, 230),
-    "decode": (decoding, 250),
-    "prompt": (prompts, 30),
-    "handoff": (handoff, 10),
-    "kernels": (operations, 40),
+PARTS = {  # its cases, and seconds of each, if there are nine minutes
+    "correctness": (correctness.cases, 230),
+    "decode": (decoding.cases, 250),
+    "prompt": (decoding.prompts, 30),
+    "handoff": (handoff.cases, 10),
+    "kernels": (operations.cases, 40),
 }
+SHOWN = {"decode": decoding.SHOWN}  # of the others all columns
 LASTING = "correctness"
 UNFINISHED = 75  # exit status
 
@@ -72,23 +73,22 @@ def main(
     """Check and measure on a GPU."""
     started = time.monotonic()
     wanted = list(PARTS) if part == "all" else listed(part, PARTS, "--part")
-    cases = {name: PARTS[name][0].cases(options) for name in wanted}
+    cases = {name: PARTS[name][0](options) for name in wanted}
     if options.on_gpu and not torch.cuda.is_available():
         raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
     out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
     out.begin([*wanted, "model"], LASTING)
     run = here if options.quick else supervise
     for place, name in enumerate(wanted):
-        module, seconds = PARTS[name]
-        now, share = time.monotonic(), seconds / sum(PARTS[other][1] for other in wanted[place:])
+        now, share = time.monotonic(), PARTS[name][1] / sum(PARTS[other][1] for other in wanted[place:])
         try:
             run(name, cases[name], out, now + (started + 60 * minutes - 5 - now) * share)
             for case in cases[name].keys() - out.cases(name).keys():
                 out.note(name, case, "not done")
         finally:
             out.write(name)
-        if rows := out.table(name):
-            show(name, rows, module.SHOWN)
+        if rows := [row for case in out.cases(name).values() for row in case["rows"]]:
+            show(name, rows, SHOWN.get(name))
     if options.on_gpu:  # what a CPU takes says nothing of a model of GPUs
         predicted = model.check(results)
         out.note("model", "steps", "done", predicted)

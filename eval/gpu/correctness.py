@@ -16,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.options import Options
+from gpu.models import Options
 from gpu.supervise import Cases, Stopped, seconds_left
 from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
 DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
 LOG_CHARACTERS = 12_000
-SHOWN = ("suite", "status", "passed", "failed", "skipped", "seconds")
 # Test by test: a run that is ended in the midst has told of those before. A test that hangs ends its worker.
 PYTEST = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--continue-on-collection-errors"]
 PYTEST += ["--max-worker-restart=20", "-o", "faulthandler_timeout=80", "-o", "faulthandler_exit_on_timeout=true"]

@@ -1,10 +1,11 @@
-"""Time per token of a large model's shape at several contexts and batches, within a cap of KV on the device."""
+"""Time per token of a large model's shape at several contexts and batches, and until the first token."""
 
 from __future__ import annotations
 
-import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from common import Row, clock, listed, numbers, percentiles
 from gpu import models
-from gpu.options import FREE, FULL, ROWS, STOCK, VARIANTS, Options
+from gpu.models import FREE, FULL, ROWS, STOCK, VARIANTS, Options
 from gpu.replay import Replay, parse, write_script
 from gpu.supervise import Cases, Stopped
 from hf_offload import HybridCache, Scout
@@ -24,6 +25,7 @@ SECONDS = 240  # a row, its filling included
 TIMEOUT = 30  # seconds that a step may wait for the CPU, which may have to compile a kernel first
 FULL_BLOCK = 128  # tokens a block where all of a context is resident: a row has so many slots at most
 STEP_SECONDS = 15  # of a row for the steps that count, if there have been a few
+PROMPTED = [Row("default", Scout()), *(Row(name, "dynamic", knobs) for name, knobs in STOCK.items())]
 K = 1 << 10
 
 SHOWN = (
@@ -62,38 +64,35 @@ def cases(options: Options) -> Cases:
     every.sort(key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
     return {
         f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}":
-            (SECONDS, functools.partial(row_of, options, context, batch, row, script))
+            (SECONDS, partial(measure, options, context, batch, row, script))
         for context, batch, row, script in every
     }  # fmt: skip
 
 
-def row_of(options: Options, context: int, batch: int, name: str, script: str | None) -> Iterator[dict[str, Any]]:
-    """One row of results; with a note alone where it does not fit."""
+def measure(options: Options, context: int, batch: int, name: str, replay: str | None) -> Iterator[dict[str, Any]]:
+    """One row of results; with a note alone where it does not fit.
+
+    `replay` are the numbers of the script by which it chooses, if it does.
+    """
     layers = models.shape(options).layers
-    facts = {"context": context, "batch": batch, "row": name, "replay": script or "none", "layers": layers}
+    facts = {"context": context, "batch": batch, "row": name, "replay": replay or "none", "layers": layers}
     try:
-        yield facts | measure(options, context, batch, name, script)
+        if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
+            raise Stopped("not applicable", f"{name} needs a GPU")
+        model, row = models.build(options), make_row(options, name, replay, context, batch)
+        models.check_memory(options, row, batch, context)
+        with clock() as filling:
+            kv = models.random_kv(options, filled_tokens(context) - models.PROMPT)
+            cache = models.fill(options, model, row, batch, kv)
+        facts |= time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
+        if isinstance(row.policy, Replay):
+            facts |= {"script_miss": row.policy.script.miss, "script_drift": row.policy.script.drift}
+        yield facts
     except (Stopped, torch.OutOfMemoryError) as reason:
         yield facts | {"note": str(reason.args[-1]).splitlines()[0]}
         raise
     finally:
         models.free(options)
-
-
-def measure(options: Options, context: int, batch: int, name: str, replay: str | None) -> dict[str, Any]:
-    """One row of results; `replay` are the numbers of the script by which it chooses, if it does."""
-    if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
-        raise Stopped("not applicable", f"{name} needs a GPU")
-    model, row = models.build(options), make_row(options, name, replay, context, batch)
-    models.check_memory(options, row, batch, context)
-    with clock() as filling:
-        cache = models.fill(
-            options, model, row, batch, models.random_kv(options, filled_tokens(context) - models.PROMPT)
-        )
-    found = time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
-    if isinstance(row.policy, Replay):
-        found |= {"script_miss": row.policy.script.miss, "script_drift": row.policy.script.drift}
-    return found
 
 
 def filled_tokens(context: int) -> int:
@@ -164,3 +163,31 @@ def time_steps(step: Callable[[], None], most: int, seconds: float) -> list[floa
         with clock(times):
             step()
     return times
+
+
+def prompts(options: Options) -> Cases:
+    """A case a row whose cache has to take in a prompt."""
+    return {row.name: (SECONDS, partial(measure_prompt, options, row)) for row in PROMPTED}
+
+
+def measure_prompt(options: Options, row: Row) -> Iterator[dict[str, Any]]:
+    """One row: a new cache each time, the first with memory that nobody has had yet."""
+    if row.name == "offloading" and not options.on_gpu:
+        raise Stopped("not applicable", "offloading needs a GPU")
+    tokens = 128 if options.quick else 32 * K
+    first_token(options, PROMPTED[1], tokens // 8)  # which loads libraries
+    first, second = (first_token(options, row, tokens) for _ in range(2))
+    layers = models.shape(options).layers
+    yield {"row": row.name, "context": tokens, "first": first, "second": second, "layers": layers}
+    models.free(options)
+
+
+def first_token(options: Options, row: Row, tokens: int) -> float:
+    """Seconds of a new cache and a prompt of one row, in one piece."""
+    model = models.build(options)
+    ids = torch.randint(model.config.vocab_size, (1, tokens), device=options.device)
+    gc.collect()
+    with clock() as seconds:
+        cache = models.make_cache(model, row)
+        model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1).cpu()
+    return seconds[0]

@@ -12,8 +12,8 @@ import torch
 
 from bench_cpu import Memory
 from common import clock, percentiles, synchronize
+from gpu.models import Options
 from gpu.operations import recorded
-from gpu.options import Options
 from gpu.supervise import Cases
 from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.move_records import touch_records
@@ -25,7 +25,6 @@ TARGET = 15.0  # microseconds a layer
 FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
 ALONE, NOTHING, SOME = "kernels alone", "nothing", f"{FEW} blocks a head"
-SHOWN = ("work", "host_threads", "layers", "p20", "p50", "p80", "target")
 
 
 def cases(options: Options) -> Cases:

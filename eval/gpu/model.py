@@ -51,36 +51,25 @@ class Machine:
     """Speeds of a machine, by default an H100 with 16 cores; GB/s and microseconds.
 
     Sources: `results/h100`, file and rows. Its `step_kernels.csv` is from torch's profiler, which the check used then.
-
-    Args:
-        device: GB/s of a copy within the device, read and write counted (kernels: "speed: device").
-        products: GB/s at which products read weights (step_kernels, `nvjet` and `splitK`: 6.1 ms); `products_row`:
-            what a row more takes, ms a step.
-        small, small_row: a small torch kernel, and what a row more adds (step_kernels, one, 8 and 16 rows).
-        score, score_fixed: GB/s of digests that are scored, and what does not depend on them (step_kernels:
-            `score_submeans_kernel`, 22.4, 150 and 292 µs for 13, 105 and 211 MB).
-        attend_fixed: an attention of nothing (step_kernels: `paged_attention_kernel`).
-        fetch: GB/s of a recall (step_kernels and decode: `fetch_kernel`, 633 MiB in 13.5 ms).
-        cpu, cpu_fixed: GB/s of CPU attention by 15 threads (three layers of 52 MB that are waited for: 2.5 ms), and a
-            hand-over with little to do (handoff: 5 blocks a head).
-        gap: between two kernels of a graph; an estimate: `add_one` takes 1.14 µs in a graph (kernels), a kernel of
-            that size 1.1 by the profiler's own clock.
-        merge, merge_row: a merge with a host partial, and what a row more adds; estimates: a round trip of the bus, and
-            33 KB at 50 GB/s.
     """
 
-    device: float = 3030.0
-    products: float = 2440.0
-    products_row: float = 0.02
-    small: float = 1.57
-    small_row: float = 0.03
+    device: float = 3030.0  # a copy within the device, read and write counted (kernels: "speed: device")
+    products: float = 2440.0  # weights that products read (step_kernels, `nvjet` and `splitK`: 6.1 ms)
+    products_row: float = 0.02  # what a row more takes, ms a step
+    small: float = 1.57  # a small torch kernel (step_kernels, one, 8 and 16 rows)
+    small_row: float = 0.03  # and what a row more adds
+    # Digests that are scored, and what does not depend on them (step_kernels: `score_submeans_kernel`, 22.4, 150 and
+    # 292 µs for 13, 105 and 211 MB).
     score: float = 733.0
     score_fixed: float = 4.2
-    attend_fixed: float = 3.3
-    fetch: float = 49.3
-    cpu: float = 61.0
-    cpu_fixed: float = 20.0
+    attend_fixed: float = 3.3  # an attention of nothing (step_kernels: `paged_attention_kernel`)
+    fetch: float = 49.3  # a recall (step_kernels and decode: `fetch_kernel`, 633 MiB in 13.5 ms)
+    cpu: float = 61.0  # CPU attention by 15 threads (three layers of 52 MB that are waited for: 2.5 ms)
+    cpu_fixed: float = 20.0  # a hand-over with little to do (handoff: 5 blocks a head)
+    # Between two kernels of a graph, an estimate: `add_one` takes 1.14 µs in a graph (kernels), a kernel of that size
+    # 1.1 by the profiler's own clock.
     gap: float = 0.2
+    # A merge with a host partial, and what a row more adds, estimates: a round trip of the bus, and 33 KB at 50 GB/s.
     merge: float = 4.0
     merge_row: float = 0.66
 

@@ -1,21 +1,66 @@
-"""A model of random weights in a real one's shape, and caches that are full without a prompt having been computed."""
+"""What the command line says to all parts: a model of random weights in a real one's shape, and caches that are full
+without a prompt having been computed."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import psutil
 import torch
+import typer
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3Config
 
 from common import Row, synchronize
-from gpu.options import Options
 from gpu.supervise import Stopped
 from hf_offload.blocks.memory import free_device_memory
 from hf_offload.blocks.sealing import seal
 from hf_offload.tools.plan import MEMORY_KNOBS, Shape, memory_of, shape_of
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "scout": {},
+    "scout-no-recall": {"recall": 0},
+    "scout-off": {"lookahead": "off"},
+    "scout-quest": {"digest": "quest"},
+}
+"""Rows that choose blocks by a script."""
+FREE: dict[str, dict[str, Any]] = {"default": {}, "chosen": {"dense": False}, "drawn": {"samples": 512}}
+"""Rows without a script: a cache as it is by default, whose blocks are all on the device where they fit; one that
+chooses among them; and keys that are drawn, with few blocks on the device."""
+FULL = "full-resident"
+STOCK = {"dynamic": {}, "offloading": {"offloading": True}}
+_OURS = (FULL, *FREE, *VARIANTS)
+ROWS = (*(f"{name}-graph" for name in _OURS), *STOCK, *_OURS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the check."""
+
+    device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda"
+    quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False
+    kv_gib: Annotated[float, typer.Option(help="GiB of KV and digests on the device, if so many are free.")] = math.inf
+    host_gib: Annotated[float, typer.Option(help="GiB of host memory that a row may take.")] = (
+        0.8 * psutil.virtual_memory().total / 2**30
+    )
+    contexts: Annotated[str, typer.Option(help="Tokens, comma-separated; k is 1,024.")] = "32k,64k"
+    batches: Annotated[str, typer.Option(help="Rows decoded at once, comma-separated.")] = "1,8,16"
+    rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}.")] = ",".join(ROWS)
+    steps: Annotated[int, typer.Option(min=1, max=48, help="Decode steps that are timed, per row.")] = 32
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a GPU to wait for."""
+        return self.device.startswith("cuda")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and KV."""
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
 
 PROMPT = 16  # tokens that really go through the model: they tell shapes and give `place` its queries
 BIG = {

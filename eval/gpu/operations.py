@@ -12,7 +12,7 @@ import torch
 from bench_cpu import random_digests
 from common import clock, percentiles, synchronize
 from gpu import models
-from gpu.options import Options
+from gpu.models import Options
 from gpu.supervise import Cases
 from hf_offload.blocks.memory import host_empty
 from hf_offload.gpu import block_topk, kv_copy
@@ -26,9 +26,6 @@ HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 32
 SECONDS = 40
 FLUSH_BYTES = 1 << 30  # many times the second-level cache of any GPU, and longer to read than a call to launch
 LAUNCHES, ROUNDS = 20, 30
-SHOWN = (
-    "operation", "batch", "tokens", "context", "p50", "floor", "of_floor", "wall", "launch", "in_graph", "gb_per_s",
-)  # fmt: skip
 
 
 class Size(NamedTuple):
@@ -209,20 +206,17 @@ def merge_with_host(options: Options, size: Size) -> Operation:
     return call, read, there.nbytes + mass.nbytes + kbar.nbytes
 
 
-OPERATIONS: dict[str, Callable[[Options, Size], Operation]] = {
-    made.__name__: made
-    for made in (add_one, paged_attention, score_submeans, select_blocks, fetch_all, merge_with_host)
-}
+OPERATIONS = add_one, paged_attention, score_submeans, select_blocks, fetch_all, merge_with_host
 
 
 def cases(options: Options) -> Cases:
     """The bandwidths, and each operation at each size."""
-    every = [(name, size) for size in ([TINY] if options.quick else SIZES) for name in OPERATIONS]
-    every += [] if options.quick else [("paged_attention", size) for size in LONG]
+    every = [(make, size) for size in ([TINY] if options.quick else SIZES) for make in OPERATIONS]
+    every += [] if options.quick else [(paged_attention, size) for size in LONG]
     return {"bandwidths": (SECONDS, functools.partial(speeds, options))} | {
-        f"{name}, batch {size.batch}, {size.chosen} of {size.context} blocks":
-            (SECONDS, functools.partial(measure, options, name, size))
-        for name, size in every
+        f"{make.__name__}, batch {size.batch}, {size.chosen} of {size.context} blocks":
+            (SECONDS, functools.partial(measure, options, make, size))
+        for make, size in every
     }  # fmt: skip
 
 
@@ -232,13 +226,13 @@ def speeds(options: Options) -> Iterator[dict[str, Any]]:
         yield {"operation": f"speed: {way}", "gb_per_s": speed / 1000}
 
 
-def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]:
+def measure(options: Options, make: Callable[[Options, Size], Operation], size: Size) -> Iterator[dict[str, Any]]:
     """One row of results, microseconds."""
     models.free(options)  # what the case before has left
     speed = bandwidths(options)
     torch.manual_seed(0)
     with torch.device(options.device):
-        call, device_bytes, link_bytes = OPERATIONS[name](options, size)
+        call, device_bytes, link_bytes = make(options, size)
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
     floor = max(device_bytes / speed["device"], link_bytes / speed["link"])
     wall, spread = wall_time(options, call), device_time(options, call)
@@ -254,7 +248,7 @@ def measure(options: Options, name: str, size: Size) -> Iterator[dict[str, Any]]
     synchronize()
     in_graph = device_time(options, recorded(options, calls), cold=False)["p50"] if options.on_gpu else None
     yield {
-        "operation": name, "batch": size.batch, "tokens": size.chosen * BLOCK,
+        "operation": make.__name__, "batch": size.batch, "tokens": size.chosen * BLOCK,
         "context": size.context * BLOCK, **spread, "floor": floor, "of_floor": spread["p50"] / floor,
         "wall": wall["p50"], "device_bytes": device_bytes, "link_bytes": link_bytes,
         "launch": 1e6 * launch / LAUNCHES, "in_graph": in_graph and in_graph / LAUNCHES,

@@ -16,21 +16,13 @@ from hf_offload.tools.plan import parse_setting
 
 @dataclass(frozen=True)
 class Script:
-    """What is resident at first and what every step chooses.
+    """What is resident at first and what every step chooses."""
 
-    Args:
-        resident: `[B, Hkv, k]` int32, ascending.
-        chosen: `[steps, B, Hkv, k]` int32, ascending.
-        interval: steps between recalls.
-        miss: share of the chosen blocks that is not resident, on average, if every recall does its work.
-        drift: share of the chosen blocks that was not chosen one step before, on average.
-    """
-
-    resident: torch.Tensor
-    chosen: torch.Tensor
-    interval: int
-    miss: float
-    drift: float
+    resident: torch.Tensor  # `[B, Hkv, k]` int32, ascending
+    chosen: torch.Tensor  # `[steps, B, Hkv, k]` int32, ascending
+    interval: int  # steps between recalls
+    miss: float  # share of the chosen blocks that is not resident, on average, if every recall does its work
+    drift: float  # share of the chosen blocks that was not chosen one step before, on average
 
 
 def parse(text: str) -> dict[str, Any]:

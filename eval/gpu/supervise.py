@@ -41,7 +41,8 @@ def seconds_left() -> float:
 class Results(Records):
     """Cases in `cases.jsonl` in a folder, to which several processes add, one after the other.
 
-    A case has a part, a name, a status, seconds, a note, rows, and `meta` of machine and code (`common.environment`).
+    A case has a part, a name, a status, seconds, a note of a line, rows, `meta` of machine and code
+    (`common.environment`), and what there is to say of why it failed.
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:
@@ -50,11 +51,11 @@ class Results(Records):
 
     def begin(self, parts: Collection[str], lasting: str) -> None:
         """Forget what an earlier call has told of some parts; of a lasting one, what is done at this commit stays."""
-        same = self.meta["commit"], self.meta["gpu"]
-        known = same[0] != "unknown" and not same[0].endswith("+changes")
+        machine = self.meta["commit"], self.meta["gpu"]
+        known = not machine[0].endswith(("unknown", "+changes"))
 
         def stays(case: Mapping[str, Any]) -> bool:
-            done = case["status"] == "done" and (case["meta"]["commit"], case["meta"]["gpu"]) == same
+            done = case["status"] == "done" and (case["meta"]["commit"], case["meta"]["gpu"]) == machine
             return case["part"] not in parts or (case["part"] == lasting and known and done)
 
         kept = [case for case in self.found.values() if stays(case)]
@@ -69,10 +70,11 @@ class Results(Records):
         self, part: str, name: str, status: str, rows: Sequence[Any] = (), *, seconds: float = 0.0, note: str = ""
     ) -> None:
         """Note what became of a case; it is on disk when this returns."""
-        case = {"part": part, "case": name, "status": status, "seconds": seconds, "note": note}
-        self.add(case | {"rows": list(rows), "meta": self.meta})
+        last = note.strip().rpartition("\n")[2][:200]
+        case = {"part": part, "case": name, "status": status, "seconds": seconds, "note": last}
+        self.add(case | {"rows": list(rows), "meta": self.meta, "why": note.rstrip()})
         if status != "running":
-            print(f"{part}: {name}: {status} ({seconds:.1f} s) {last_line(note)}", flush=True)
+            print(f"{part}: {name}: {status} ({seconds:.1f} s) {last}", flush=True)
 
     def cases(self, part: str) -> dict[str, dict[str, Any]]:
         """The cases of a part that have begun, by name."""
@@ -86,20 +88,13 @@ class Results(Records):
         """Write the CSV of a part and that of all cases, why cases failed, and an archive of the folder beside it."""
         if rows := self.table(part):
             write_csv(self.folder / f"{part}.csv", rows)
-        columns, every = ("part", "case", "status", "seconds"), self.found.values()
-        told = [
-            {key: case[key] for key in columns} | {"note": last_line(case["note"])} | case["meta"] for case in every
-        ]
+        every, inner = self.found.values(), ("rows", "meta", "why")
+        told = [{key: case[key] for key in case if key not in inner} | case["meta"] for case in every]
         write_csv(self.folder / "cases.csv", told)
         failed = [case for case in every if case["status"] in ("failed", "cut off")]
-        text = "".join(f"=== {case['part']}: {case['case']}\n{case['note'].rstrip()}\n\n" for case in failed)
+        text = "".join(f"=== {case['part']}: {case['case']}\n{case['why']}\n\n" for case in failed)
         (self.folder / "failed.txt").write_text(text, encoding="utf-8")
         shutil.make_archive(str(self.folder), "gztar", self.folder)
-
-
-def last_line(note: str) -> str:
-    """The last line of a note, or what of it fits a table."""
-    return note.strip().rpartition("\n")[2][:200]
 
 
 def here(part: str, cases: Cases, results: Results, end: float, *, alone: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from gpu.options import Options
+from gpu.models import Options
 from gpu.supervise import Cases, Stopped
 
 NAMES = ("first", "cannot", "dies", "next", "hangs")
