@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu import supervise
 from gpu.models import Options
-from gpu.supervise import Cases, Stopped, seconds_left
+from gpu.supervise import Cases, Stopped
 from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
@@ -71,10 +72,10 @@ def cases(options: Options) -> Cases:
 
 def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
     """Run a suite in the time that is left: what it counted; what it printed last and what failed goes into the log."""
-    seconds, workers = min(suite.seconds, seconds_left() - 5), min(suite.workers, os.cpu_count() or 1)
+    start, workers = time.monotonic(), min(suite.workers, os.cpu_count() or 1)
+    seconds = min(suite.seconds, supervise.deadline - start - 5)
     # Each process has its part of the cores: threads that spin would keep the others from theirs.
     cores = {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
-    start = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
             [*PYTEST, "-n", str(workers), *suite.arguments], cwd=ROOT, stdout=log, stderr=log,

@@ -43,10 +43,6 @@ FIRST = (
     (32 * K, 8, "offloading", None),  # of one row, what launches and weights take would hide the cache
 )  # fmt: skip
 
-Case = tuple[int, int, str, str | None]
-"""Context, batch, row, and the script by which it chooses, if it does: choices of random weights change nearly all in
-each step."""
-
 
 def scripts_of(row: str) -> tuple[str | None, ...]:
     """The scripts by which a row is to choose; None: it chooses by itself."""
@@ -60,7 +56,7 @@ def cases(options: Options) -> Cases:
     contexts = [2048] if options.quick else numbers(options.contexts)
     batches = [2] if options.quick else numbers(options.batches)
     asked = itertools.product(contexts, batches, listed(options.rows, ROWS, "rows"))
-    every: list[Case] = [(*case, script) for case in asked for script in scripts_of(case[2])]
+    every = [(*case, script) for case in asked for script in scripts_of(case[2])]
     every.sort(key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
     return {
         f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}":
@@ -120,8 +116,9 @@ def make_row(options: Options, name: str, replay: str | None, context: int, batc
     steps = range(1, 2 * BLOCK + 1)  # a step attends itself, too
     blocks_at = [-(-(filled_tokens(context) + step) // BLOCK) for step in steps]
     lines, fixed = (batch, models.shape(options).kv_heads), (1, 2)  # Scout's usual sinks and recent tokens
-    script = write_script(lines, blocks_at, budget // BLOCK, fixed, **parse(replay), device=options.device)
-    policy |= {"dense": False, "recall": script.interval} | VARIANTS[kind]
+    aims = parse(replay)
+    script = write_script(lines, blocks_at, budget // BLOCK, fixed, **aims, device=options.device)
+    policy |= {"dense": False, "recall": aims["recall"]} | VARIANTS[kind]
     return Row(name, Replay(**policy, script=script), knobs)
 
 

@@ -94,10 +94,9 @@ def scripted(context: int, batch: int, script: str) -> Work:
     return Work(context, batch, SCOUT, script, numbers["miss"], recalled)
 
 
-AHEAD_OF_A_RUN = (
-    Work(32 * K, 1, FULL), *(scripted(32 * K, batch, script) for batch in (1, 8) for script in (FEW, MANY)),
-    Work(64 * K, 1, FULL), *(scripted(64 * K, batch, script) for batch in (8, 40) for script in (FEW, MANY)),
-)  # fmt: skip
+SHAPES = (32 * K, 1), (32 * K, 8), (64 * K, 8), (64 * K, 40)
+AHEAD_OF_A_RUN = [Work(context, 1, FULL) for context in (32 * K, 64 * K)]
+AHEAD_OF_A_RUN += [scripted(*shape, script) for shape in SHAPES for script in (FEW, MANY)]
 """What the check measures, and 40 rows at 64k, for which few machines have the memory."""
 
 
@@ -206,7 +205,6 @@ CARDS = {
 }
 """By card, its speeds, the bytes that weights of 16 GB leave free, and a step of `DynamicCache`, ms, where it fits. An
 H100, whose Python takes the time of that, and an estimate of a card with 1 TB/s behind PCIe 4."""
-SHAPES = (32 * K, 1), (32 * K, 8), (64 * K, 8), (64 * K, 40)
 
 
 def defaults() -> list[dict[str, Any]]:
@@ -217,19 +215,17 @@ def defaults() -> list[dict[str, Any]]:
             blocks, lines = blocks_soon(context, BLOCK), LAYERS * batch * KV_HEADS
             digests, whole = blocks * lines * DIGEST, blocks * lines * RECORD
             slots = fitting_slots(int(free - digests), blocks, lines * RECORD, lines * DIGEST, 3 * CHOSEN // 2)
-            fits = slots >= blocks
-            dense = fits and whole / LAYERS <= DENSE_BYTES
-            ways: dict[str, Work] = {}
+            default, ways = "none fits", dict[str, Work]()
             if digests + lines * 3 * CHOSEN // 2 * RECORD <= free:
-                ways["split"] = scripted(context, batch, FEW)
-            if fits:
+                ways["split"], default = scripted(context, batch, FEW), "split"
+            if slots >= blocks:
+                default = "full" if whole / LAYERS <= DENSE_BYTES else "chosen"
                 ways |= {"full": Work(context, batch, FULL), "chosen": Work(context, batch, CHOICE)}
             times = {name: sum(pieces(work, machine).values()) for name, work in ways.items()}
-            default = "full" if dense else "chosen" if fits else "split" if ways else "none fits"
-            spent, best = times.get(default), min(times.values(), default=None)
+            spent = times.get(default)
             rows.append({
                 "card": card, "context": context, "batch": batch, "default": default, "ms": spent,
-                "of_best": None if spent is None or best is None else spent / best,
+                "of_best": spent and spent / min(times.values()),
                 **{f"{name}_ms": times.get(name) for name in ("full", "chosen", "split")},
                 "stock_ms": stock if whole <= free else None,
             })  # fmt: skip

@@ -116,19 +116,15 @@ def random_kv(options: Options, tokens: int) -> tuple[torch.Tensor, torch.Tensor
 
 def check_memory(options: Options, row: Row, batch: int, tokens: int) -> None:
     """Refuse what is over the cap of KV on the device, or over the host's memory."""
-    stock = row.policy == "dynamic"
-    knobs = {} if stock else {name: value for name, value in row.options.items() if name in MEMORY_KNOBS}
-    policy, knobs = "full" if stock else row.policy, {"resident": tokens, **knobs}
-    needs, free = (
-        memory_of(shape(options), policy, knobs, context=tokens, batch=batch),
-        free_device_memory(torch.device(options.device)),
-    )
-    most = {"device": min(options.kv_gib, math.inf if free is None else free / 2**30), "host": options.host_gib}
+    knobs = {"resident": tokens} | {name: row.options[name] for name in MEMORY_KNOBS if name in row.options}
+    policy = "full" if row.policy == "dynamic" else row.policy
+    needs = memory_of(shape(options), policy, knobs, context=tokens, batch=batch)
     # Transformers' own caches hold all in one of the two, but for a few layers that come and go.
     device, host = 0 if row.name == "offloading" else needs.device, 0 if row.name == "dynamic" else needs.host
-    for memory, nbytes in ("device", device), ("host", host):
-        need, limit = nbytes / 2**30, most[memory]
-        if need > limit:
+    free = free_device_memory(torch.device(options.device))
+    most = min(options.kv_gib, math.inf if free is None else free / 2**30)
+    for memory, nbytes, limit in ("device", device, most), ("host", host, options.host_gib):
+        if (need := nbytes / 2**30) > limit:
             reason = f"does not fit: {need:.1f} GiB on the {memory}, {limit:.1f} GiB allowed"
             raise Stopped("not applicable", reason)
 

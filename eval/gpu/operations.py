@@ -35,24 +35,9 @@ class Size(NamedTuple):
     chosen: int = 64
     context: int = 4096
 
-    @property
-    def lines(self) -> tuple[int, int]:
-        """`[B, Hkv]`."""
-        return self.batch, KV_HEADS
-
-    @property
-    def query(self) -> tuple[int, int, int]:
-        """`[B, Hq, D]`."""
-        return self.batch, HEADS, DIM
-
     def limits(self) -> torch.Tensor:
         """Tokens and sealed blocks: all but the last one."""
         return torch.tensor([self.context * BLOCK, self.context - 1], dtype=torch.int32)
-
-
-TINY = Size(2, chosen=4, context=16)
-SIZES = [Size(1), Size(16)]
-LONG = [Size(batch, chosen=1024, context=1024) for batch in (1, 16)]  # all of a context of 32k resident
 
 
 def recorded(options: Options, step: Call) -> Call:
@@ -110,19 +95,17 @@ def bandwidths(options: Options) -> dict[str, float]:
     size = 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
     target = torch.empty_like(source)
-    pinned = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
-    there, back = target[: size // 4], torch.empty_like(pinned, pin_memory=options.on_gpu)
-    copies = {"device": (target, source), "link": (there, pinned), "back": (back, there)}
+    host = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
+    there, back = target[: size // 4], torch.empty_like(host, pin_memory=options.on_gpu)
+    copies = {"device": (target, source), "link": (there, host), "back": (back, there)}
     found = {
         way: to.nbytes / device_time(options, functools.partial(to.copy_, data, non_blocking=True))["p50"]
         for way, (to, data) in copies.items()
     }
     found["device"] *= 2
-    ways: dict[str, Call] = {
-        "pin": lambda: torch.empty(size, dtype=torch.uint8, pin_memory=options.on_gpu),
-        "pin, huge": lambda: host_empty((size,), torch.uint8, pin=options.on_gpu),
-    }
-    for way, make in ways.items():
+    pin = functools.partial(torch.empty, size, dtype=torch.uint8, pin_memory=options.on_gpu)
+    pin_huge = functools.partial(host_empty, (size,), torch.uint8, pin=options.on_gpu)
+    for way, make in ("pin", pin), ("pin, huge", pin_huge):
         if options.on_gpu:
             torch._C._host_emptyCache()  # torch keeps pinned memory for tensors of the same size
         with clock() as seconds:
@@ -144,11 +127,11 @@ def pool_and_listing(options: Options, size: Size) -> tuple[torch.Tensor, ...]:
     """A pool `[B, Hkv, C, 2, block, D]`, and a listing of all its slots in any order: slots and blocks `[B, Hkv, C]`,
     the blocks ascending and spread over the context with the last one among them; counts `[B, Hkv]`.
     """
-    step = size.context // size.chosen
-    pool = torch.randn(*size.lines, size.chosen, 2, BLOCK, DIM, dtype=options.dtype)
-    slots = torch.rand(*size.lines, size.chosen).argsort(-1).int()
-    blocks = torch.arange(step - 1, size.context, step, dtype=torch.int32).expand(*size.lines, -1).contiguous()
-    return pool, slots, blocks, torch.full(size.lines, size.chosen, dtype=torch.int32)
+    lines, step = (size.batch, KV_HEADS), size.context // size.chosen
+    pool = torch.randn(*lines, size.chosen, 2, BLOCK, DIM, dtype=options.dtype)
+    slots = torch.rand(*lines, size.chosen).argsort(-1).int()
+    blocks = torch.arange(step - 1, size.context, step, dtype=torch.int32).expand(*lines, -1).contiguous()
+    return pool, slots, blocks, torch.full(lines, size.chosen, dtype=torch.int32)
 
 
 def add_one(options: Options, size: Size) -> Operation:
@@ -158,13 +141,13 @@ def add_one(options: Options, size: Size) -> Operation:
 
 
 def paged_attention(options: Options, size: Size) -> Operation:
-    query, (pool, *listing) = torch.randn(size.query), pool_and_listing(options, size)
+    query, (pool, *listing) = torch.randn(size.batch, HEADS, DIM), pool_and_listing(options, size)
     call = functools.partial(attention.paged_attention, query, pool, *listing, size.limits(), None, scale=0.1)
     return call, query.nbytes + pool.nbytes + sum(part.nbytes for part in call()), 0
 
 
 def score_submeans(options: Options, size: Size) -> Operation:
-    blocks, query, limits = size.batch * size.context, torch.randn(size.query), size.limits()
+    blocks, query, limits = size.batch * size.context, torch.randn(size.batch, HEADS, DIM), size.limits()
     store = random_digests("submean", blocks, KV_HEADS, DIM, batch=size.batch, device=options.device)
     table = torch.arange(blocks, dtype=torch.int32).view(size.batch, -1)
     scores = 4 * size.batch * HEADS * size.context  # a float32 a query head and block
@@ -173,7 +156,7 @@ def score_submeans(options: Options, size: Size) -> Operation:
 
 
 def select_blocks(options: Options, size: Size) -> Operation:
-    score, limits = torch.randn(*size.lines, size.context), size.limits()
+    score, limits = torch.randn(size.batch, KV_HEADS, size.context), size.limits()
     sinks = [torch.full((size.batch,), number, dtype=torch.int32) for number in (0, 1)]  # the first block of each row
     knobs = {"block_size": BLOCK, "recent": 1, "k": size.chosen, "capacity": size.chosen}
     chosen = 4 * size.batch * KV_HEADS * (size.chosen + 1)  # int32, and their number
@@ -197,10 +180,10 @@ def fetch_all(options: Options, size: Size) -> Operation:
 def merge_with_host(options: Options, size: Size) -> Operation:
     """The merge of the device's shares with a partial of the CPU, which lies in pinned memory, where it is read."""
     splits = attention.count_splits(size.batch * KV_HEADS, size.chosen * BLOCK)
-    query, lse = torch.randn(size.query), torch.randn(size.batch, HEADS, splits)
-    out = torch.randn(*lse.shape, DIM)
-    there, mass, kbar = (pinned(options, *shape) for shape in (size.query, size.query[:2], size.query))
-    host = HostResult(there, mass, kbar, torch.randn(size.query))
+    query, predicted = torch.randn(2, size.batch, HEADS, DIM)
+    out, lse = torch.randn(size.batch, HEADS, splits, DIM), torch.randn(size.batch, HEADS, splits)
+    there, kbar, mass = (pinned(options, *shape) for shape in (query.shape, query.shape, query.shape[:2]))
+    host = HostResult(there, mass, kbar, predicted)
     read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * options.dtype.itemsize
     call = functools.partial(merge, out, lse, host, query, None, scale=0.1, dtype=options.dtype)
     return call, read, there.nbytes + mass.nbytes + kbar.nbytes
@@ -211,8 +194,10 @@ OPERATIONS = add_one, paged_attention, score_submeans, select_blocks, fetch_all,
 
 def cases(options: Options) -> Cases:
     """The bandwidths, and each operation at each size."""
-    every = [(make, size) for size in ([TINY] if options.quick else SIZES) for make in OPERATIONS]
-    every += [] if options.quick else [(paged_attention, size) for size in LONG]
+    sizes = [Size(2, chosen=4, context=16)] if options.quick else [Size(1), Size(16)]
+    every = [(make, size) for size in sizes for make in OPERATIONS]
+    if not options.quick:  # all of a context of 32k resident
+        every += [(paged_attention, Size(batch, chosen=1024, context=1024)) for batch in (1, 16)]
     return {"bandwidths": (SECONDS, functools.partial(speeds, options))} | {
         f"{make.__name__}, batch {size.batch}, {size.chosen} of {size.context} blocks":
             (SECONDS, functools.partial(measure, options, make, size))

@@ -20,7 +20,6 @@ class Script:
 
     resident: torch.Tensor  # `[B, Hkv, k]` int32, ascending
     chosen: torch.Tensor  # `[steps, B, Hkv, k]` int32, ascending
-    interval: int  # steps between recalls
     miss: float  # share of the chosen blocks that is not resident, on average, if every recall does its work
     drift: float  # share of the chosen blocks that was not chosen one step before, on average
 
@@ -69,9 +68,7 @@ def write_script(
 
     every = torch.stack([tensor(middles, blocks) for middles, blocks in zip(path, blocks_at, strict=True)])
     new = (np.stack(path)[1:, :, :, None] != np.stack(path)[:-1, :, None]).all(3).sum(2)
-    return Script(
-        tensor(start, blocks_at[0]), every, recall, np.mean(missing).item() / budget, new.mean().item() / budget
-    )
+    return Script(tensor(start, blocks_at[0]), every, np.mean(missing).item() / budget, new.mean().item() / budget)
 
 
 @dataclass(slots=True)

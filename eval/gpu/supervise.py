@@ -26,16 +26,11 @@ Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
 """By name, the seconds that a case may take, and what yields its rows; it can be pickled."""
 LEAST = 10  # seconds without which no case is begun
 CHILD = "import gpu.supervise as s, pickle, sys; s.here(*pickle.load(sys.stdin.buffer), alone=True)"
-_end = float("inf")
+deadline = float("inf")  # of the part, as of `time.monotonic`, one clock for all processes
 
 
 class Stopped(Exception):
     """Raised inside a case that cannot be had here or does not come to its end: its status, and why."""
-
-
-def seconds_left() -> float:
-    """Until the part has to end."""
-    return _end - time.monotonic()
 
 
 class Results(Records):
@@ -80,13 +75,10 @@ class Results(Records):
         """The cases of a part that have begun, by name."""
         return {name: case for (other, name), case in self.found.items() if other == part}
 
-    def table(self, part: str) -> list[dict[str, Any]]:
-        """The rows of a part, with what they say of machine and code."""
-        return [row | case["meta"] for case in self.cases(part).values() for row in case["rows"]]
-
     def write(self, part: str) -> None:
         """Write the CSV of a part and that of all cases, why cases failed, and an archive of the folder beside it."""
-        if rows := self.table(part):
+        self.read()
+        if rows := [row | case["meta"] for case in self.cases(part).values() for row in case["rows"]]:
             write_csv(self.folder / f"{part}.csv", rows)
         every, inner = self.found.values(), ("rows", "meta", "why")
         told = [{key: case[key] for key in case if key not in inner} | case["meta"] for case in every]
@@ -98,19 +90,16 @@ class Results(Records):
 
 
 def here(part: str, cases: Cases, results: Results, end: float, *, alone: bool = False) -> None:
-    """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes too long.
-
-    `end` is a time of `time.monotonic`, one clock for all processes.
-    """
-    global _end
-    _end = end
+    """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes too long."""
+    global deadline
+    deadline = end
     for name, (most, work) in cases.items():
         if name in results.cases(part):
             continue
         if alone:
-            if seconds_left() < LEAST:
+            if (left := end - time.monotonic()) < LEAST:
                 return
-            faulthandler.dump_traceback_later(max(min(most, seconds_left()) - 1, 0.5), exit=True)
+            faulthandler.dump_traceback_later(max(min(most, left) - 1, 0.5), exit=True)
         results.note(part, name, "running")
         start, status, note, fit = time.monotonic(), "done", "", True
         rows: list[dict[str, Any]] = []

@@ -87,7 +87,7 @@ def test_a_case_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: 
         "dies": ("failed", "the process ended with status 9"), "next": ("done", ""),
         "hangs": ("failed", "took too long"),
     }  # fmt: skip
-    first, cannot, dies, after, hangs = (row["process"] for row in results.table("troubled"))
+    first, cannot, dies, after, hangs = (case["rows"][0]["process"] for case in results.found.values())
     assert first == cannot == dies != after == hangs
 
 
@@ -103,7 +103,7 @@ def test_a_later_call_keeps_what_was_told_of_other_parts(tmp_path: Path) -> None
     )
     log = (tmp_path / "failed.txt").read_text()
     assert (log.count("=== is no case"), log.count("two: a case"), log.count("six: a case")) == (1, 1, 1)
-    assert [len(results.table(part)) for part in ("one", "two", "six")] == [1, 1, 1]
+    assert [len(table(tmp_path / f"{part}.csv")) for part in ("one", "two", "six")] == [1, 1, 1]
 
 
 def test_what_a_suite_has_started_ends_with_it() -> None:
