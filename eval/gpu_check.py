@@ -27,11 +27,11 @@ At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/
 
 Results are on disk as they come, in `cases.jsonl`. Behind each part they are written as `<part>.csv`, `cases.csv` (what
 became of every case, also of those that there was no time for), `failed.txt` (why), and all of it once more as an
-archive, `<out>.tar.gz`. A first call gets to what tells
-most; `--part correctness --out results` and `--part decode --out results` get to the rest. What has passed of the tests
-is not repeated by a later call at the same commit, on the same device, into the same folder. The exit status is 1 if
-anything failed, and 75 if nothing did but not all tests were run: call again. (`make` makes 2 of both.) Memory errors:
-`compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu`.
+archive, `<out>.tar.gz`. A first call gets to what tells most; `--part correctness --out results` and `--part decode
+--out results` get to the rest. What has passed of the tests is not repeated by a later call at the same commit, on the
+same device, into the same folder. The exit status is 1 if anything failed, and 75 if nothing did but not all tests were
+run: call again. (`make` makes 2 of both.) Memory errors: `compute-sanitizer --tool memcheck python -m pytest -x -q -m
+gpu tests/gpu`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ PARTS = {  # its cases, and seconds of each, if there are nine minutes
     "handoff": (handoff.cases, 10),
     "kernels": (operations.cases, 40),
 }
-SHOWN = {"decode": decoding.SHOWN}  # of the others all columns
 LASTING = "correctness"
 UNFINISHED = 75  # exit status
 
@@ -88,7 +87,7 @@ def main(
         finally:
             out.write(name)
         if rows := [row for case in out.cases(name).values() for row in case["rows"]]:
-            show(name, rows, SHOWN.get(name))
+            show(name, rows, decoding.SHOWN if name == "decode" else None)
     if options.on_gpu:  # what a CPU takes says nothing of a model of GPUs
         predicted = model.check(results)
         out.note("model", "steps", "done", predicted)

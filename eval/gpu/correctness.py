@@ -23,7 +23,6 @@ from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
 DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
-LOG_CHARACTERS = 12_000
 # Test by test: a run that is ended in the midst has told of those before. A test that hangs ends its worker.
 PYTEST = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--continue-on-collection-errors"]
 PYTEST += ["--max-worker-restart=20", "-o", "faulthandler_timeout=80", "-o", "faulthandler_exit_on_timeout=true"]
@@ -92,7 +91,7 @@ def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
     row = {"suite": name, "status": status, **counted(text), "seconds": time.monotonic() - start}
     yield row
     failed = [line for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)]
-    told = "\n".join([*failed, text[-LOG_CHARACTERS:]])
+    told = "\n".join([*failed, text[-12_000:]])
     if status != "passed":
         cut_off = status == "ended" and seconds < suite.seconds and not row["failed"]
         raise Stopped("cut off" if cut_off else "failed", told)

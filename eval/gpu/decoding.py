@@ -6,7 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -33,54 +33,56 @@ SHOWN = (
 )  # fmt: skip
 FEW, MANY = "miss=0.1,drift=0.15,recall=4", "miss=0.2,drift=0.2,recall=1"
 """Scripts (`gpu.replay`) of choices like a trained model's with 1.5 budgets and with one budget resident."""
-# Context, batch, row and script of the cases that tell most, which come first: time may be up before the last.
-FIRST = (
-    (32 * K, 1, "default-graph", None), (32 * K, 1, f"{FULL}-graph", None), (32 * K, 1, "scout-graph", FEW),
-    (32 * K, 8, f"{FULL}-graph", None), (32 * K, 8, "default-graph", None), (32 * K, 8, "scout-graph", FEW),
-    (64 * K, 8, "scout-graph", FEW), (64 * K, 8, "default-graph", None), (32 * K, 8, "chosen-graph", None),
-    (32 * K, 1, "dynamic", None), (32 * K, 1, "drawn-graph", None), (32 * K, 8, "scout-graph", MANY),
-    (64 * K, 8, f"{FULL}-graph", None), (32 * K, 1, "scout", FEW),
-    (32 * K, 8, "offloading", None),  # of one row, what launches and weights take would hide the cache
-)  # fmt: skip
 
 
-def scripts_of(row: str) -> tuple[str | None, ...]:
-    """The scripts by which a row is to choose; None: it chooses by itself."""
-    if row.removesuffix("-graph") not in VARIANTS:
-        return (None,)
-    return (FEW, MANY) if row == "scout-graph" else (FEW,)
+class Case(NamedTuple):
+    """A row of results: tokens, rows that are decoded at once, and what the cache and its script are called."""
+
+    context: int
+    batch: int
+    row: str
+    replay: str = "none"
+
+
+# Those that tell most come first: time may be up before the last.
+FIRST = [
+    Case(32 * K, 1, "default-graph"), Case(32 * K, 1, f"{FULL}-graph"), Case(32 * K, 1, "scout-graph", FEW),
+    Case(32 * K, 8, f"{FULL}-graph"), Case(32 * K, 8, "default-graph"), Case(32 * K, 8, "scout-graph", FEW),
+    Case(64 * K, 8, "scout-graph", FEW), Case(64 * K, 8, "default-graph"), Case(32 * K, 8, "chosen-graph"),
+    Case(32 * K, 1, "dynamic"), Case(32 * K, 1, "drawn-graph"), Case(32 * K, 8, "scout-graph", MANY),
+    Case(64 * K, 8, f"{FULL}-graph"), Case(32 * K, 1, "scout", FEW),
+    Case(32 * K, 8, "offloading"),  # of one row, what launches and weights take would hide the cache
+]  # fmt: skip
 
 
 def cases(options: Options) -> Cases:
     """A case a row, context, batch and script, in the order of their worth."""
     contexts = [2048] if options.quick else numbers(options.contexts)
     batches = [2] if options.quick else numbers(options.batches)
-    asked = itertools.product(contexts, batches, listed(options.rows, ROWS, "rows"))
-    every = [(*case, script) for case in asked for script in scripts_of(case[2])]
+    every = []
+    for context, batch, row in itertools.product(contexts, batches, listed(options.rows, ROWS, "rows")):
+        scripts = (FEW, MANY) if row.removesuffix("-graph") in VARIANTS else ("none",)
+        every += [Case(context, batch, row, script) for script in scripts]
     every.sort(key=lambda case: FIRST.index(case) if case in FIRST else len(FIRST))
     return {
-        f"{row}, {context} tokens, batch {batch}{f', {script}' if script else ''}":
-            (SECONDS, partial(measure, options, context, batch, row, script))
-        for context, batch, row, script in every
+        f"{case.row}, {case.context} tokens, batch {case.batch}, {case.replay}".removesuffix(", none"):
+            (SECONDS, partial(measure, options, case))
+        for case in every
     }  # fmt: skip
 
 
-def measure(options: Options, context: int, batch: int, name: str, replay: str | None) -> Iterator[dict[str, Any]]:
-    """One row of results; with a note alone where it does not fit.
-
-    `replay` are the numbers of the script by which it chooses, if it does.
-    """
-    layers = models.shape(options).layers
-    facts = {"context": context, "batch": batch, "row": name, "replay": replay or "none", "layers": layers}
+def measure(options: Options, case: Case) -> Iterator[dict[str, Any]]:
+    """One row of results; with a note alone where it does not fit."""
+    facts = case._asdict() | {"layers": models.shape(options).layers}
     try:
-        if (name.endswith("-graph") or name == "offloading") and not options.on_gpu:
-            raise Stopped("not applicable", f"{name} needs a GPU")
-        model, row = models.build(options), make_row(options, name, replay, context, batch)
-        models.check_memory(options, row, batch, context)
+        if (case.row.endswith("-graph") or case.row == "offloading") and not options.on_gpu:
+            raise Stopped("not applicable", f"{case.row} needs a GPU")
+        model, row = models.build(options), make_row(options, case)
+        models.check_memory(options, row, case.batch, case.context)
         with clock() as filling:
-            kv = models.random_kv(options, filled_tokens(context) - models.PROMPT)
-            cache = models.fill(options, model, row, batch, kv)
-        facts |= time_cache(options, model, cache, batch) | {"fill_s": filling[0]}
+            kv = models.random_kv(options, filled_tokens(case.context) - models.PROMPT)
+            cache = models.fill(options, model, row, case.batch, kv)
+        facts |= time_cache(options, model, cache, case.batch) | {"fill_s": filling[0]}
         if isinstance(row.policy, Replay):
             facts |= {"script_miss": row.policy.script.miss, "script_drift": row.policy.script.drift}
         yield facts
@@ -98,25 +100,25 @@ def filled_tokens(context: int) -> int:
     return context - 2 * BLOCK - 3
 
 
-def make_row(options: Options, name: str, replay: str | None, context: int, batch: int) -> Row:
-    """The cache of a row; `replay` as for `measure`."""
+def make_row(options: Options, case: Case) -> Row:
+    """The cache of a case."""
+    name, kind = case.row, case.row.removesuffix("-graph")
     if name in STOCK:
         return Row(name, "dynamic", STOCK[name])
-    kind, budget = name.removesuffix("-graph"), TINY_BUDGET if options.quick else BUDGET
-    knobs: dict[str, Any] = {"cuda_graph": kind != name} | (
-        {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
-    )
+    knobs: dict[str, Any] = {"timeout": TIMEOUT} if options.on_gpu else {"tier": "split"}
+    knobs["cuda_graph"] = kind != name
     if kind == FULL:
-        return Row(name, "full", knobs | {"resident": context, "block_size": FULL_BLOCK})
+        return Row(name, "full", knobs | {"resident": case.context, "block_size": FULL_BLOCK})
+    budget = TINY_BUDGET if options.quick else BUDGET
     if kind not in ("default", "chosen"):
         knobs["resident"] = budget
     policy = {} if kind == "drawn" else {"budget": budget}
     if kind in FREE:
         return Row(name, Scout(**policy, **FREE[kind]), knobs)
     steps = range(1, 2 * BLOCK + 1)  # a step attends itself, too
-    blocks_at = [-(-(filled_tokens(context) + step) // BLOCK) for step in steps]
-    lines, fixed = (batch, models.shape(options).kv_heads), (1, 2)  # Scout's usual sinks and recent tokens
-    aims = parse(replay)
+    blocks_at = [-(-(filled_tokens(case.context) + step) // BLOCK) for step in steps]
+    lines, fixed = (case.batch, models.shape(options).kv_heads), (1, 2)  # Scout's usual sinks and recent tokens
+    aims = parse(case.replay)
     script = write_script(lines, blocks_at, budget // BLOCK, fixed, **aims, device=options.device)
     policy |= {"dense": False, "recall": aims["recall"]} | VARIANTS[kind]
     return Row(name, Replay(**policy, script=script), knobs)
@@ -172,19 +174,14 @@ def measure_prompt(options: Options, row: Row) -> Iterator[dict[str, Any]]:
     if row.name == "offloading" and not options.on_gpu:
         raise Stopped("not applicable", "offloading needs a GPU")
     tokens = 128 if options.quick else 32 * K
-    first_token(options, PROMPTED[1], tokens // 8)  # which loads libraries
-    first, second = (first_token(options, row, tokens) for _ in range(2))
-    layers = models.shape(options).layers
-    yield {"row": row.name, "context": tokens, "first": first, "second": second, "layers": layers}
+    model, seconds = models.build(options), list[float]()
+    for one, count in (PROMPTED[1], tokens // 8), (row, tokens), (row, tokens):  # the first loads libraries
+        ids = torch.randint(model.config.vocab_size, (1, count), device=options.device)
+        gc.collect()
+        with clock(seconds):
+            cache = models.make_cache(model, one)
+            model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1).cpu()
+        del cache
+    facts = {"row": row.name, "context": tokens, "first": seconds[1], "second": seconds[2]}
+    yield facts | {"layers": models.shape(options).layers}
     models.free(options)
-
-
-def first_token(options: Options, row: Row, tokens: int) -> float:
-    """Seconds of a new cache and a prompt of one row, in one piece."""
-    model = models.build(options)
-    ids = torch.randint(model.config.vocab_size, (1, tokens), device=options.device)
-    gc.collect()
-    with clock() as seconds:
-        cache = models.make_cache(model, row)
-        model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1).cpu()
-    return seconds[0]

@@ -121,25 +121,24 @@ def pieces(work: Work, machine: Machine) -> dict[str, float]:
         "package": small * each / 1000,
         "between": HOST + (MODEL_LAUNCHES + small + others) * machine.gap / 1000,
     }
-    if work.row in (FULL, CHOICE):
-        return step | {name: LAYERS * spent / 1000 for name, spent in layer.items()}
-    # Random choices ask for a recall in each step.
-    recalls = float(work.recalled > 0) if work.replay == "none" else 1 / parse(work.replay)["recall"]
-    layer |= {
-        "merge": machine.merge + machine.merge_row * work.batch,
-        "hand over": 3.9 + 0.3 * work.batch,
-        "exchange": 2.9 + 6.7 * recalls,  # step_kernels: each eighth step, and in each
-    }
-    recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
-    step |= {name: LAYERS * spent / 1000 for name, spent in layer.items()}
-    step |= {
-        "query ahead": QUERY_WEIGHTS / machine.products / 1e6 + AHEAD_LAUNCHES * each / 1000,
-        "recall": (1 - 1 / SLOWED) * recall,
-    }
-    cpu = (machine.cpu_fixed + work.miss * lines * CHOSEN * RECORD / machine.cpu / 1000) / 1000
-    # Waited for is all of the CPU's work in three layers, in the others what is longer than the device's of a layer.
-    device = sum(spent for name, spent in step.items() if name not in ("products", "small", "between")) / LAYERS
-    return step | {"wait": (LAYERS - AHEAD) * cpu + AHEAD * max(cpu - device, 0.004)}
+    if work.row not in (FULL, CHOICE):
+        # Random choices ask for a recall in each step.
+        recalls = float(work.recalled > 0) if work.replay == "none" else 1 / parse(work.replay)["recall"]
+        layer |= {
+            "merge": machine.merge + machine.merge_row * work.batch,
+            "hand over": 3.9 + 0.3 * work.batch,
+            "exchange": 2.9 + 6.7 * recalls,  # step_kernels: each eighth step, and in each
+        }
+        recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
+        step |= {
+            "query ahead": QUERY_WEIGHTS / machine.products / 1e6 + AHEAD_LAUNCHES * each / 1000,
+            "recall": (1 - 1 / SLOWED) * recall,
+        }
+        cpu = machine.cpu_fixed + work.miss * lines * CHOSEN * RECORD / machine.cpu / 1000
+        device = sum(layer.values()) + 1000 * (step["package"] + step["query ahead"] + step["recall"]) / LAYERS
+        # Waited for is all of the CPU's work in three layers, in the others what is longer than the device's work.
+        step["wait"] = ((LAYERS - AHEAD) * cpu + AHEAD * max(cpu - device, 4.0)) / 1000
+    return step | {name: LAYERS * spent / 1000 for name, spent in layer.items()}
 
 
 def predict(work: Work, machine: Machine, measured: float | None = None) -> dict[str, Any]:

@@ -118,11 +118,6 @@ Operation = tuple[Call, int, int]
 """A call to be timed, and the bytes that it has to read or write in device memory and in pinned host memory."""
 
 
-def pinned(options: Options, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros in the host's memory."""
-    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=options.on_gpu)
-
-
 def pool_and_listing(options: Options, size: Size) -> tuple[torch.Tensor, ...]:
     """A pool `[B, Hkv, C, 2, block, D]`, and a listing of all its slots in any order: slots and blocks `[B, Hkv, C]`,
     the blocks ascending and spread over the context with the last one among them; counts `[B, Hkv]`.
@@ -166,7 +161,9 @@ def select_blocks(options: Options, size: Size) -> Operation:
 def fetch_all(options: Options, size: Size) -> Operation:
     """A pinned slab `[P, Hkv, 2, block, D]`, of whose blocks one goes into each slot."""
     (pool, *moves), physical = pool_and_listing(options, size), min(size.context, 512)
-    slab = pinned(options, physical, *pool[0, :, 0].shape, dtype=options.dtype).normal_()
+    slab = torch.empty(
+        physical, *pool[0, :, 0].shape, dtype=pool.dtype, device="cpu", pin_memory=options.on_gpu
+    ).normal_()
     addresses = slab.data_ptr() + slab[0].nbytes * torch.arange(physical)
     table = torch.randint(physical, (size.batch, size.context), dtype=torch.int32)
 
@@ -182,7 +179,8 @@ def merge_with_host(options: Options, size: Size) -> Operation:
     splits = attention.count_splits(size.batch * KV_HEADS, size.chosen * BLOCK)
     query, predicted = torch.randn(2, size.batch, HEADS, DIM)
     out, lse = torch.randn(size.batch, HEADS, splits, DIM), torch.randn(size.batch, HEADS, splits)
-    there, kbar, mass = (pinned(options, *shape) for shape in (query.shape, query.shape, query.shape[:2]))
+    pinned = functools.partial(torch.zeros, device="cpu", pin_memory=options.on_gpu)
+    there, kbar, mass = pinned(query.shape), pinned(query.shape), pinned(query.shape[:2])
     host = HostResult(there, mass, kbar, predicted)
     read = out.nbytes + lse.nbytes + 2 * query.nbytes + query.numel() * options.dtype.itemsize
     call = functools.partial(merge, out, lse, host, query, None, scale=0.1, dtype=options.dtype)

@@ -60,15 +60,12 @@ def write_script(
         if recall and step % recall == 0:
             near, far = chosen, np.concatenate([far[:, misses:], near[:, :misses]], 1)
 
-    def tensor(middles: np.ndarray, blocks: int) -> torch.Tensor:
-        """`[B, Hkv, k]`, with the first and the newest of so many blocks around the middle ones `[count, middle]`."""
-        around = np.tile(np.r_[:first, blocks - newest : blocks], (count, 1))
-        whole = np.sort(np.concatenate([around, middles], 1))
-        return torch.from_numpy(whole.reshape(*lines, budget).astype(np.int32)).to(device)
-
-    every = torch.stack([tensor(middles, blocks) for middles, blocks in zip(path, blocks_at, strict=True)])
-    new = (np.stack(path)[1:, :, :, None] != np.stack(path)[:-1, :, None]).all(3).sum(2)
-    return Script(tensor(start, blocks_at[0]), every, np.mean(missing).item() / budget, new.mean().item() / budget)
+    middles = np.stack([start, *path])  # [1 + steps, B · Hkv, middle]
+    fixed_at = [np.r_[:first, blocks - newest : blocks] for blocks in (blocks_at[0], *blocks_at)]
+    whole = np.sort(np.concatenate([np.repeat(np.stack(fixed_at)[:, None], count, 1), middles], 2))
+    every = torch.from_numpy(whole.reshape(-1, *lines, budget).astype(np.int32)).to(device)
+    new = (middles[2:, :, :, None] != middles[1:-1, :, None]).all(3).sum(2)
+    return Script(every[0], every[1:], np.mean(missing).item() / budget, new.mean().item() / budget)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,7 @@ class Results(Records):
         for part in parts:
             (self.folder / f"{part}.csv").unlink(missing_ok=True)
 
-    def note(
-        self, part: str, name: str, status: str, rows: Sequence[Any] = (), *, seconds: float = 0.0, note: str = ""
-    ) -> None:
+    def note(self, part: str, name: str, status: str, rows: Any = (), *, seconds: float = 0.0, note: str = "") -> None:
         """Note what became of a case; it is on disk when this returns."""
         last = note.strip().rpartition("\n")[2][:200]
         case = {"part": part, "case": name, "status": status, "seconds": seconds, "note": last}
@@ -90,7 +88,7 @@ class Results(Records):
 
 
 def here(part: str, cases: Cases, results: Results, end: float, *, alone: bool = False) -> None:
-    """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes too long."""
+    """Run the cases of a part here until `end`; a process of its own (`alone`) ends where one fails or takes long."""
     global deadline
     deadline = end
     for name, (most, work) in cases.items():
