@@ -67,7 +67,7 @@ def test_a_part_that_fails_is_told_and_wrong_options_are_refused(
     monkeypatch.setattr(decoding, "measure", broken)
     done = invoke("--part", "decode", "--rows", "scout,full-resident", "--out", str(tmp_path))
     assert done.exit_code == 1
-    assert [case["status"] for case in table(tmp_path / "cases.csv")] == ["failed", "failed"]
+    assert {case["status"] for case in table(tmp_path / "cases.csv")} == {"failed"}
     assert "the caches do not add up" in (tmp_path / "failed.txt").read_text()
     for option, value in (("--part", "nonesuch"), ("--rows", "nonesuch")):
         done = invoke(option, value, "--out", str(tmp_path))
