@@ -22,12 +22,11 @@ import pandas as pd
 import typer
 
 from common import RESULTS, command, show, write_csv
-from gpu.decoding import FEW, MANY
+from gpu.decoding import FEW, MANY, Case, K
 from gpu.replay import parse
 from hf_offload.cache.residence import blocks_soon, fitting_slots
 from hf_offload.policies.base import DENSE_BYTES
 
-K = 1 << 10
 LAYERS, AHEAD = 36, 33  # of which so many have their queries predicted
 KV_HEADS, BLOCK, CHOSEN = 8, 32, 64  # blocks of 16 KiB a KV head
 RECORD, DIGEST = 16384, 1608  # bytes of a block and KV head
@@ -75,14 +74,11 @@ class Machine:
 
 
 class Work(NamedTuple):
-    """What a step of a row has to do, whose choices follow the script `replay` or "none": the CPU attends the share
-    `miss` of the chosen blocks, and so many bytes are recalled.
+    """What a step of a case has to do: the CPU attends the share `miss` of the chosen blocks, and so many bytes are
+    recalled.
     """
 
-    context: int
-    batch: int
-    row: str
-    replay: str = "none"
+    case: Case
     miss: float = 0.0
     recalled: float = 0.0
 
@@ -91,42 +87,43 @@ def scripted(context: int, batch: int, script: str) -> Work:
     """A step of scout whose choices follow a script: each recall brings all that is missing then."""
     numbers = parse(script)
     recalled = LAYERS * batch * KV_HEADS * CHOSEN * numbers["miss"] * RECORD / numbers["recall"]
-    return Work(context, batch, SCOUT, script, numbers["miss"], recalled)
+    return Work(Case(context, batch, SCOUT, script), numbers["miss"], recalled)
 
 
 SHAPES = (32 * K, 1), (32 * K, 8), (64 * K, 8), (64 * K, 40)
-AHEAD_OF_A_RUN = [Work(context, 1, FULL) for context in (32 * K, 64 * K)]
+AHEAD_OF_A_RUN = [Work(Case(context, 1, FULL)) for context in (32 * K, 64 * K)]
 AHEAD_OF_A_RUN += [scripted(*shape, script) for shape in SHAPES for script in (FEW, MANY)]
 """What the check measures, and 40 rows at 64k, for which few machines have the memory."""
 
 
 def pieces(work: Work, machine: Machine) -> dict[str, float]:
     """Milliseconds of a step by piece."""
-    lines, each = work.batch * KV_HEADS, machine.small + machine.small_row * work.batch
-    small, others = LAUNCHES.get(work.row, LAUNCHES[SCOUT])
-    small += 0 if work.replay == "none" else SCRIPT_LAUNCHES
-    blocks = work.context // BLOCK if work.row == FULL else CHOSEN
+    case, lines = work.case, work.case.batch * KV_HEADS
+    each = machine.small + machine.small_row * case.batch
+    small, others = LAUNCHES.get(case.row, LAUNCHES[SCOUT])
+    small += 0 if case.replay == "none" else SCRIPT_LAUNCHES
+    blocks = case.context // BLOCK if case.row == FULL else CHOSEN
     attended = (1 - work.miss) * lines * blocks * RECORD
     layer = {"attend": machine.attend_fixed + attended / machine.device / 1000, "merge": SHARES, "write": WRITE}
-    if work.row != FULL:
-        digests = lines * (work.context // BLOCK) * DIGEST
+    if case.row != FULL:
+        digests = lines * (case.context // BLOCK) * DIGEST
         layer |= {
             "score": machine.score_fixed + digests / machine.score / 1000,
-            "select": 11.5 + 0.3 * work.batch + 6.0 * (work.context / (32 * K) - 1),  # join and split of the list, too
+            "select": 11.5 + 0.3 * case.batch + 6.0 * (case.context / (32 * K) - 1),  # join and split of the list, too
             "tail": 3.7,  # attention to the open block
         }  # the last two: step_kernels
     step = {
-        "products": WEIGHTS / machine.products / 1e6 + machine.products_row * work.batch,
+        "products": WEIGHTS / machine.products / 1e6 + machine.products_row * case.batch,
         "small": MODEL_LAUNCHES * each / 1000,
         "package": small * each / 1000,
         "between": HOST + (MODEL_LAUNCHES + small + others) * machine.gap / 1000,
     }
-    if work.row not in (FULL, CHOICE):
+    if case.row not in (FULL, CHOICE):
         # Random choices ask for a recall in each step.
-        recalls = float(work.recalled > 0) if work.replay == "none" else 1 / parse(work.replay)["recall"]
+        recalls = float(work.recalled > 0) if case.replay == "none" else 1 / parse(case.replay)["recall"]
         layer |= {
-            "merge": machine.merge + machine.merge_row * work.batch,
-            "hand over": 3.9 + 0.3 * work.batch,
+            "merge": machine.merge + machine.merge_row * case.batch,
+            "hand over": 3.9 + 0.3 * case.batch,
             "exchange": 2.9 + 6.7 * recalls,  # step_kernels: each eighth step, and in each
         }
         recall = work.recalled / machine.fetch / 1e6 + (0.4 if work.recalled else 0.0)  # step_kernels: 36 find nothing
@@ -146,9 +143,8 @@ def predict(work: Work, machine: Machine, measured: float | None = None) -> dict
     parts = pieces(work, machine)
     total = sum(parts.values())
     return {
-        "context": work.context, "batch": work.batch, "row": work.row, "replay": work.replay,
-        "measured": measured, "predicted": total, "ratio": measured and total / measured,
-        "tokens_per_s": 1000 * work.batch / total, **dict(sorted(parts.items())),
+        **work.case._asdict(), "measured": measured, "predicted": total, "ratio": measured and total / measured,
+        "tokens_per_s": 1000 * work.case.batch / total, **dict(sorted(parts.items())),
     }  # fmt: skip
 
 
@@ -163,8 +159,8 @@ def rows_of(folder: Path) -> Iterator[tuple[Work, float]]:
     rows = table(folder, "decode")
     for row in rows.itertuples() if "p50" in rows else ():
         if row.row in (FULL, SCOUT, "scout-no-recall-graph") and row.layers == LAYERS and row.p50 > 0:
-            facts = row.context, row.batch, row.row, row.replay
-            yield Work(*facts, row.cpu_ratio, row.recall_mib_per_step * 2**20), row.p50
+            case = Case(row.context, row.batch, row.row, row.replay)
+            yield Work(case, row.cpu_ratio, row.recall_mib_per_step * 2**20), row.p50
 
 
 def measured(folder: Path) -> Machine:
@@ -193,8 +189,8 @@ def measured(folder: Path) -> Machine:
 def check(folder: Path) -> list[dict[str, Any]]:
     """What the model says with what a check has measured: of its rows, and of those that it did not get to."""
     machine, found = measured(folder), list(rows_of(folder))
-    told = {work[:4] for work, _ in found}
-    rows = [*found, *((work, None) for work in AHEAD_OF_A_RUN if work[:4] not in told)]
+    told = {work.case for work, _ in found}
+    rows = [*found, *((work, None) for work in AHEAD_OF_A_RUN if work.case not in told)]
     return [predict(work, machine, time) for work, time in rows]
 
 
@@ -219,7 +215,7 @@ def defaults() -> list[dict[str, Any]]:
                 ways["split"], default = scripted(context, batch, FEW), "split"
             if slots >= blocks:
                 default = "full" if whole / LAYERS <= DENSE_BYTES else "chosen"
-                ways |= {"full": Work(context, batch, FULL), "chosen": Work(context, batch, CHOICE)}
+                ways |= {"full": Work(Case(context, batch, FULL)), "chosen": Work(Case(context, batch, CHOICE))}
             times = {name: sum(pieces(work, machine).values()) for name, work in ways.items()}
             spent = times.get(default)
             rows.append({

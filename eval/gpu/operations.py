@@ -87,10 +87,10 @@ def wall_time(options: Options, call: Call) -> dict[str, float]:
 
 
 @functools.cache  # again in a process that goes on behind another
-def bandwidths(options: Options) -> dict[str, float]:
-    """Bytes a microsecond: "device" counts both the read and the write of a copy there, "link" is pinned to device,
-    "back" the other way; "pin" is what torch pins, "pin, huge" the package's memory on huge pages, none of which has
-    been pinned before.
+def speeds(options: Options) -> list[dict[str, Any]]:
+    """A row for each way that bytes take: "device" counts both the read and the write of a copy there, "link" is pinned
+    to device, "back" the other way; "pin" is what torch pins, "pin, huge" the package's memory on huge pages, none of
+    which has been pinned before.
     """
     size = 1 << (16 if options.quick else 30)
     source = torch.empty(size, dtype=torch.uint8, device=options.device).random_()
@@ -98,11 +98,10 @@ def bandwidths(options: Options) -> dict[str, float]:
     host = torch.empty(size // 4, dtype=torch.uint8, pin_memory=options.on_gpu).random_()
     there, back = target[: size // 4], torch.empty_like(host, pin_memory=options.on_gpu)
     copies = {"device": (target, source), "link": (there, host), "back": (back, there)}
-    found = {
-        way: to.nbytes / device_time(options, functools.partial(to.copy_, data, non_blocking=True))["p50"]
-        for way, (to, data) in copies.items()
-    }
-    found["device"] *= 2
+    found = {}
+    for way, (to, data) in copies.items():
+        spread = device_time(options, functools.partial(to.copy_, data, non_blocking=True))
+        found[way] = to.nbytes * (2 if way == "device" else 1) / 1000 / spread["p50"]
     pin = functools.partial(torch.empty, size, dtype=torch.uint8, pin_memory=options.on_gpu)
     pin_huge = functools.partial(host_empty, (size,), torch.uint8, pin=options.on_gpu)
     for way, make in ("pin", pin), ("pin, huge", pin_huge):
@@ -110,8 +109,8 @@ def bandwidths(options: Options) -> dict[str, float]:
             torch._C._host_emptyCache()  # torch keeps pinned memory for tensors of the same size
         with clock() as seconds:
             make()
-        found[way] = size / 1e6 / seconds[0]
-    return found
+        found[way] = size / 1e9 / seconds[0]
+    return [{"operation": f"speed: {way}", "gb_per_s": speed} for way, speed in found.items()]
 
 
 Operation = tuple[Call, int, int]
@@ -166,12 +165,8 @@ def fetch_all(options: Options, size: Size) -> Operation:
     ).normal_()
     addresses = slab.data_ptr() + slab[0].nbytes * torch.arange(physical)
     table = torch.randint(physical, (size.batch, size.context), dtype=torch.int32)
-
-    def call() -> torch.Tensor:
-        kv_copy.fetch(pool, *moves, addresses, table, packed=None)
-        return slab  # which is reached by its addresses alone
-
-    return call, pool.nbytes, pool.nbytes
+    # The call keeps the slab, which is reached by its addresses alone.
+    return lambda: (kv_copy.fetch(pool, *moves, addresses, table, packed=None), slab), pool.nbytes, pool.nbytes
 
 
 def merge_with_host(options: Options, size: Size) -> Operation:
@@ -203,21 +198,15 @@ def cases(options: Options) -> Cases:
     }  # fmt: skip
 
 
-def speeds(options: Options) -> Iterator[dict[str, Any]]:
-    """A row for each way that bytes take."""
-    for way, speed in bandwidths(options).items():
-        yield {"operation": f"speed: {way}", "gb_per_s": speed / 1000}
-
-
 def measure(options: Options, make: Callable[[Options, Size], Operation], size: Size) -> Iterator[dict[str, Any]]:
     """One row of results, microseconds."""
     models.free(options)  # what the case before has left
-    speed = bandwidths(options)
+    device, link = (1000 * row["gb_per_s"] for row in speeds(options)[:2])  # bytes a microsecond
     torch.manual_seed(0)
     with torch.device(options.device):
         call, device_bytes, link_bytes = make(options, size)
     # Both ways are used at once: a kernel that reads the host's memory writes the device's meanwhile.
-    floor = max(device_bytes / speed["device"], link_bytes / speed["link"])
+    floor = max(device_bytes / device, link_bytes / link)
     wall, spread = wall_time(options, call), device_time(options, call)
 
     def calls() -> None:
