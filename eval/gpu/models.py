@@ -115,16 +115,21 @@ def random_kv(options: Options, tokens: int) -> tuple[torch.Tensor, torch.Tensor
 
 def check_memory(options: Options, row: Row, batch: int, tokens: int) -> None:
     """Refuse what is over the cap of KV on the device, or over the host's memory."""
-    knobs = {"resident": tokens} | {name: row.options[name] for name in MEMORY_KNOBS if name in row.options}
-    policy = "full" if row.policy == "dynamic" else row.policy
-    needs = memory_of(shape(options), policy, knobs, context=tokens, batch=batch)
-    # Transformers' own caches hold all in one of the two, but for a few layers that come and go.
-    device, host = 0 if row.name == "offloading" else needs.device, 0 if row.name == "dynamic" else needs.host
-    free = free_device_memory(torch.device(options.device))
-    most = min(options.kv_gib, math.inf if free is None else free / 2**30)
-    for memory, nbytes, limit in ("device", device, most), ("host", host, options.host_gib):
-        if (need := nbytes / 2**30) > limit:
-            reason = f"does not fit: {need:.1f} GiB on the {memory}, {limit:.1f} GiB allowed"
+    sizes, free = shape(options), free_device_memory(torch.device(options.device))
+    most = min(options.kv_gib * 2**30, math.inf if free is None else free)
+    device = host = batch * tokens * sizes.layers * sizes.token_bytes
+    if row.policy != "dynamic":
+        knobs = {name: row.options[name] for name in MEMORY_KNOBS if name in row.options}
+        room = None if most == math.inf else int(most) + sizes.weights  # from which `resident="auto"` takes its part
+        needs = memory_of(sizes, row.policy, knobs, context=tokens, batch=batch, device=room)
+        device, host = needs.device, needs.host
+    elif row.name == "offloading":
+        device = 0  # but for a few layers that come and go
+    else:
+        host = 0
+    for memory, need, limit in ("device", device, most), ("host", host, options.host_gib * 2**30):
+        if need > limit:
+            reason = f"does not fit: {need / 2**30:.1f} GiB on the {memory}, {limit / 2**30:.1f} GiB allowed"
             raise Stopped("not applicable", reason)
 
 
