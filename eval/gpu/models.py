@@ -34,7 +34,7 @@ FULL = "full-resident"
 STOCK = {"dynamic": {}, "offloading": {"offloading": True}}
 _OURS = (FULL, *FREE, *VARIANTS)
 ROWS = (*(f"{name}-graph" for name in _OURS), *STOCK, *_OURS)
-MEMORY_GIB = psutil.virtual_memory().total / 2**30
+HOST_GIB = round(0.8 * psutil.virtual_memory().total / 2**30, 1)
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class Options:
     device: Annotated[str, typer.Option(help='"cuda", or "cpu" to try the script itself.')] = "cuda"
     quick: Annotated[bool, typer.Option(help="Tiny sizes in this process, to see that everything runs.")] = False
     kv_gib: Annotated[float, typer.Option(help="GiB of KV and digests on the device, if so many are free.")] = math.inf
-    host_gib: Annotated[float, typer.Option(help="GiB of host memory that a row may take.")] = round(
-        0.8 * MEMORY_GIB, 1
-    )
+    host_gib: Annotated[float, typer.Option(help="GiB of host memory that a row may take.")] = HOST_GIB
     contexts: Annotated[str, typer.Option(help="Tokens, comma-separated; k is 1,024.")] = "32k,64k"
     batches: Annotated[str, typer.Option(help="Rows decoded at once, comma-separated.")] = "1,8,16"
     rows: Annotated[str, typer.Option(help=f"Of {', '.join(ROWS)}.")] = ",".join(ROWS)
