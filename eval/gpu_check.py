@@ -2,7 +2,7 @@
 
     make gpu-check
     python eval/gpu_check.py --part kernels --out results --minutes 5
-    python eval/gpu_check.py --part decode --contexts 32k --batches 1,4 --replay miss=0.08,drift=0.15
+    python eval/gpu_check.py --part decode --contexts 32k --batches 1,4 --rows scout-graph,dynamic
 
 Parts, each in a process of its own: a case that fails, crashes or hangs is noted and the others go on.
 
@@ -25,12 +25,13 @@ Parts, each in a process of its own: a case that fails, crashes or hangs is note
 
 At the end `model.csv` sets what was measured of decoding beside what `eval/gpu/model.py` says from the pieces.
 
-Results are written as they come: `<part>.csv`, `cases.csv` (what became of every case, also of those that there was no
-time for), `failed.txt` (why), and all of it once more as an archive, `<out>.tar.gz`. A first call gets to what tells
-most; `--part correctness --out results` and `--part decode --out results` get to the rest. What has passed of the tests
-is not repeated by a later call at the same commit, on the same device, into the same folder. The exit status is 1 if
-anything failed, and 75 if nothing did but not all tests were run: call again. (`make` makes 2 of both.) Memory errors:
-`compute-sanitizer --tool memcheck python -m pytest -x -q -m gpu tests/gpu`.
+Results are on disk as they come, in `cases.jsonl`. Behind each part they are written as `<part>.csv`, `cases.csv` (what
+became of every case, also of those that there was no time for), `failed.txt` (why), and all of it once more as an
+archive, `<out>.tar.gz`. A first call gets to what tells most; `--part correctness --out results` and `--part decode
+--out results` get to the rest. What has passed of the tests is not repeated by a later call at the same commit, on the
+same device, into the same folder. The exit status is 1 if anything failed, and 75 if nothing did but not all tests were
+run: call again. (`make` makes 2 of both.) Memory errors: `compute-sanitizer --tool memcheck python -m pytest -x -q -m
+gpu tests/gpu`.
 """
 
 from __future__ import annotations
@@ -39,26 +40,22 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import torch
 import typer
 
 from common import RESULTS, command, environment, listed, show
-from gpu import correctness, decoding, handoff, operations, prompts
-from gpu.model import SHOWN as COLUMNS
-from gpu.model import check as predict
-from gpu.options import Options
-from gpu.results import Results
-from gpu.supervise import here, supervise
+from gpu import correctness, decoding, handoff, model, operations
+from gpu.models import Options
+from gpu.supervise import Results, here, supervise
 
-PARTS: dict[str, tuple[ModuleType, int]] = {  # and seconds of each, if there are nine minutes
-    "correctness": (correctness, 230),
-    "decode": (decoding, 250),
-    "prompt": (prompts, 30),
-    "handoff": (handoff, 10),
-    "kernels": (operations, 40),
+PARTS = {  # its cases, and seconds of each, if there are nine minutes
+    "correctness": (correctness.cases, 230),
+    "decode": (decoding.cases, 250),
+    "prompt": (decoding.prompts, 30),
+    "handoff": (handoff.cases, 10),
+    "kernels": (operations.cases, 40),
 }
 LASTING = "correctness"
 UNFINISHED = 75  # exit status
@@ -73,45 +70,35 @@ def main(
     options: Options,
 ) -> None:
     """Check and measure on a GPU."""
-    started, options = time.monotonic(), options.made_tiny()
+    started = time.monotonic()
     wanted = list(PARTS) if part == "all" else listed(part, PARTS, "--part")
+    cases = {name: PARTS[name][0](options) for name in wanted}
     if options.on_gpu and not torch.cuda.is_available():
         raise typer.BadParameter(f"--device {options.device}: torch finds no CUDA device here; cpu tries the script")
     out = Results(results, environment() | ({} if commit is None else {"commit": commit}))
-    out.begin([*wanted, "model"], [LASTING])
-    deadline, bad = started + 60 * minutes, False
+    out.begin([*wanted, "model"], LASTING)
+    run = here if options.quick else supervise
     for place, name in enumerate(wanted):
-        left = sum(PARTS[other][1] for other in wanted[place:])
-        bad |= run_part(name, options, out, (deadline - time.monotonic() - 5) * PARTS[name][1] / left)
-        out.pack()
+        now, share = time.monotonic(), PARTS[name][1] / sum(PARTS[other][1] for other in wanted[place:])
+        try:
+            run(name, cases[name], out, now + (started + 60 * minutes - 5 - now) * share)
+            for case in cases[name].keys() - out.cases(name).keys():
+                out.note(name, case, "not done")
+        finally:
+            out.write(name)
+        if rows := [row for case in out.cases(name).values() for row in case["rows"]]:
+            show(name, rows, decoding.SHOWN if name == "decode" else None)
     if options.on_gpu:  # what a CPU takes says nothing of a model of GPUs
-        predicted = predict(out.table)
-        out.add("model", *predicted)
-        show("milliseconds a step", predicted, COLUMNS)
-        out.pack()
+        predicted = model.check(results)
+        out.note("model", "steps", "done", predicted)
+        out.write("model")
+        show("milliseconds a step", predicted, model.SHOWN)
+    told = {(name, case["status"]) for name in wanted for case in out.cases(name).values()}
     print(f"results are in {results}; {time.monotonic() - started:.0f} s", flush=True)
-    if bad:
+    if any(status == "failed" for _, status in told):
         raise typer.Exit(1)
-    if LASTING in wanted and set(out.cases(LASTING).values()) != {"done"}:
+    if any(name == LASTING and status != "done" for name, status in told):
         raise typer.Exit(UNFINISHED)
-
-
-def run_part(part: str, options: Options, results: Results, seconds: float) -> bool:
-    """Run one part and print its results; returns whether anything failed."""
-    module, failed = PARTS[part][0], False
-    try:
-        if options.quick:
-            here(part, module.__name__, options, results, time.monotonic() + seconds)
-        else:
-            supervise(part, module, options, results, seconds)
-    except RuntimeError as error:
-        failed = True
-        print(error, flush=True)
-    for name in module.cases(options).keys() - results.cases(part).keys():
-        results.case(part, name, "not done")
-    if rows := results.table(part):
-        show(part, rows, getattr(module, "SHOWN", None))
-    return failed or "failed" in results.cases(part).values()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -10,20 +9,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.options import Options
-from gpu.supervise import Cases, TimeUp, seconds_left
+from gpu import supervise
+from gpu.models import Options
+from gpu.supervise import Cases, Stopped
 from hf_offload.cpu.cores import LOCAL_RANKS
 
 ROOT = Path(__file__).parents[2]
 DEVICE, DELAY = "HF_OFFLOAD_TEST_DEVICE", "HF_OFFLOAD_DELAY_MS"
-TEST_SECONDS = 90
-LOG_CHARACTERS = 12_000
+# Test by test: a run that is ended in the midst has told of those before. A test that hangs ends its worker.
+PYTEST = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--continue-on-collection-errors"]
+PYTEST += ["--max-worker-restart=20", "-o", "faulthandler_timeout=80", "-o", "faulthandler_exit_on_timeout=true"]
 
 GRAPHS = ["tests/graph/test_replays.py", "tests/gpu/test_graph_cuda.py"]
 FLAGS = "tests/gpu/test_handover.py"
@@ -69,16 +71,13 @@ def cases(options: Options) -> Cases:
 
 def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
     """Run a suite in the time that is left: what it counted; what it printed last and what failed goes into the log."""
-    seconds = min(suite.seconds, seconds_left() - 5)
-    workers = min(suite.workers, os.cpu_count() or 1) if importlib.util.find_spec("xdist") is not None else 1
-    # Test by test: a run that is ended in the midst has told of those before.
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", "--continue-on-collection-errors"]
+    start, workers = time.monotonic(), min(suite.workers, os.cpu_count() or 1)
+    seconds = min(suite.seconds, supervise.deadline - start - 5)
     # Each process has its part of the cores: threads that spin would keep the others from theirs.
     cores = {LOCAL_RANKS: str(workers), "OMP_NUM_THREADS": str((os.cpu_count() or 1) // workers)}
-    start = time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
-            [*command, *_plugins(workers), *suite.arguments], cwd=ROOT, stdout=log, stderr=log,
+            [*PYTEST, "-n", str(workers), *suite.arguments], cwd=ROOT, stdout=log, stderr=log,
             env={**os.environ, **cores, **suite.environment}, start_new_session=True,
         )  # fmt: skip
         try:
@@ -92,21 +91,17 @@ def run(name: str, suite: Suite) -> Iterator[dict[str, Any]]:
     row = {"suite": name, "status": status, **counted(text), "seconds": time.monotonic() - start}
     yield row
     failed = [line for line in text.splitlines() if re.search(r"\b(FAILED|ERROR)\b", line)]
-    told = "\n".join([*failed, text[-LOG_CHARACTERS:]])
-    if status == "ended" and seconds < suite.seconds and not row["failed"]:
-        raise TimeUp(told)
+    told = "\n".join([*failed, text[-12_000:]])
     if status != "passed":
-        raise AssertionError(told)
+        cut_off = status == "ended" and seconds < suite.seconds and not row["failed"]
+        raise Stopped("cut off" if cut_off else "failed", told)
 
 
 def counted(text: str) -> dict[str, int]:
-    """How many tests passed, failed and were skipped, by pytest's last line; of a run that was ended, by its words."""
-    last = text.strip().rpartition("\n")[2]
-    found = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
-    if not found:
-        return {kind: len(re.findall(rf"\b{kind.upper()}\b", text)) for kind in ("passed", "failed", "skipped")}
-    failed = found.get("failed", 0) + found.get("error", 0)
-    return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
+    """How many tests passed, failed or could not be collected, and were skipped, by what is said of each at its end."""
+    said = set(re.findall(r"^(?:\[gw\d+\] \[.*?\] )?(PASSED|FAILED|ERROR|SKIPPED) (.+?) *(?: - .*)?$", text, re.M))
+    found = Counter(word for word, _ in said)
+    return {"passed": found["PASSED"], "failed": found["FAILED"] + found["ERROR"], "skipped": found["SKIPPED"]}
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -114,13 +109,3 @@ def end(process: subprocess.Popen[Any]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _plugins(workers: int) -> list[str]:
-    """Several tests at once, and an end for those that hang, where pytest has the plugins for it."""
-    found = ["-o", f"faulthandler_timeout={TEST_SECONDS - 10}"]
-    if workers > 1:
-        found += ["-n", str(workers), "--max-worker-restart=20"]
-    if importlib.util.find_spec("pytest_timeout") is not None:
-        found += [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
-    return found

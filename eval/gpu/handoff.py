@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,15 @@ import torch
 
 from bench_cpu import Memory
 from common import clock, percentiles, synchronize
+from gpu.models import Options
 from gpu.operations import recorded
-from gpu.options import Options
 from gpu.supervise import Cases
 from hf_offload.cpu.host_signals import Doorbell
 from hf_offload.cpu.kernels.move_records import touch_records
 from hf_offload.cpu.launch import Launch
 from hf_offload.gpu.handover import Inbox, hand_over
-from hf_offload.graph.graph_capture import Announced, Capture
+from hf_offload.graph.graph_capture import Capture
 
-LAYERS = 36
 TARGET = 15.0  # microseconds a layer
 FEW = 5  # blocks of a KV head: 8 % of a budget of 2,048 tokens
 SECONDS = 30
@@ -36,77 +35,46 @@ def cases(options: Options) -> Cases:
 
 
 def measure(options: Options, work: str, threads: int) -> Iterator[dict[str, Any]]:
-    """Microseconds a layer."""
-    layers = 4 if options.quick else LAYERS
-    a_layer = percentiles(1e6 * seconds / layers for seconds in times_of(options, work, threads, layers))
-    yield {"work": work, "host_threads": threads, "layers": layers, **a_layer, "target": TARGET}
-
-
-def maker(work: str, dtype: torch.dtype) -> Callable[[], Launch]:
-    """What makes a piece of work: none, or attention of one row to a few blocks of 32 tokens of eight KV heads."""
-    if work != SOME:
-        return lambda: touch_records(np.zeros(2, np.int64), 0)
-    memory = Memory(8, 128, 32, dtype)
-    return lambda: memory.decode(4, 1, 32 * FEW)
-
-
-def sender(options: Options, blocks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """What hands over a query and some blocks a head of 64 that it might be, and announces it by a flag."""
+    """Microseconds a layer of steps in which a graph hands over a query of one row and a list of blocks, out of 64 that
+    it might be, and waits; a doorbell serves. `ALONE`: all answers are there, `SOME`: attention to blocks of 32 tokens
+    of eight KV heads.
+    """
+    layers, steps, unmeasured = (4, 4, 1) if options.quick else (36, 220, 20)
     shapes = ((1, 32, 128), torch.float32), ((1, 8, 64), torch.int32), ((1, 8), torch.int32)
-    sent = tuple(torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes)
-    sent[2].fill_(blocks)
+    sent = [torch.zeros(shape, dtype=dtype, device=options.device) for shape, dtype in shapes]
+    sent[2].fill_(FEW if work == SOME else 0)
     there = (torch.zeros(shape, dtype=dtype, pin_memory=options.on_gpu) for shape, dtype in shapes)
     inbox = Inbox(*there, torch.zeros(1, dtype=torch.int32, device=options.device))
-    return lambda flag, epoch: hand_over(inbox, *sent, flag=flag, epoch=epoch)
-
-
-def times_of(options: Options, work: str, threads: int, layers: int) -> list[float]:
-    """Seconds of steps in which a graph hands over and waits, and a doorbell serves; `ALONE`: all answers are there."""
-    capture = Capture(torch.device(options.device), layers, timeout=10.0)
-    partials: list[Any] = [object() for _ in range(layers)]
-    launch, send = maker(work, options.dtype), sender(options, FEW if work == SOME else 0)
+    capture, keys = Capture(torch.device(options.device), layers, timeout=10.0), [object() for _ in range(layers)]
+    memory = Memory(8, 128, 32, options.dtype) if work == SOME else None
 
     def launches() -> tuple[Launch, ...]:
-        return (launch(),)
-
-    def answer(epoch: int) -> None:
-        """Have all answers there up to an epoch, so that nobody is waited for."""
-        capture.flags.zero_()
-        capture.flags[1 : 2 * layers : 2] = epoch
+        return (memory.decode(4, 1, 32 * FEW) if memory else touch_records(np.zeros(2, np.int64), 0),)
 
     def step() -> None:
         capture.announced.clear()
         capture.epoch.add_(1)
-        for number, partial_ in enumerate(partials):
-            send(capture.flag_of(partial_, launches, f"item {number}", key=partial_, after=None), capture.epoch)
-            capture.wait(partial_)
+        for number, key in enumerate(keys):
+            flag = capture.flag_of(key, launches, f"item {number}", key=key, after=None)
+            hand_over(inbox, *sent, flag=flag, epoch=capture.epoch)
+            capture.wait(key)
 
-    if options.on_gpu:
-        answer(1 << 30)
-        step()  # kernels are compiled before they are captured
-        synchronize()
-        answer(0)
-        capture.epoch.zero_()
-    else:
-        capture.announced.extend(Announced(each, launches, "an item", each, None) for each in partials)
-    replay, unmeasured, times = recorded(options, step), 1 if options.quick else 20, list[float]()
-
-    def run() -> list[float]:
-        for _ in range(4 if options.quick else 220):
+    capture.flags[1 : 2 * layers : 2] = 1 << 30  # all answers are there up to this epoch: nobody is waited for
+    step()  # kernels are compiled before they are captured
+    synchronize()
+    replay, doorbell, times = recorded(options, step), Doorbell(max(threads, 1)), list[float]()
+    capture.epoch.zero_()
+    if work != ALONE:
+        capture.flags.zero_()
+        doorbell.replace(capture.items())
+    try:
+        for _ in range(steps):
             with clock(times):
                 replay()
-        return times[unmeasured:]
-
-    if work == ALONE:
-        answer(1 << 30)
-        return run()
-    doorbell = Doorbell(threads)
-    try:
-        doorbell.replace(capture.items())
-        found = run()
         doorbell.check()
-        if int(capture.late[0]):
-            raise TimeoutError("the device gave up waiting for the CPU")
-        return found
     finally:
         doorbell.stop()
+    if int(capture.late[0]):
+        raise TimeoutError("the device gave up waiting for the CPU")
+    a_layer = percentiles(1e6 * seconds / layers for seconds in times[unmeasured:])
+    yield {"work": work, "host_threads": threads, "layers": layers, **a_layer, "target": TARGET}

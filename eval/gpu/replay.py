@@ -11,45 +11,27 @@ import torch
 from hf_offload import Scout
 from hf_offload.policies.base import Plan, Selection
 from hf_offload.policies.scout import ScoutState
-
-DISTINCT = 64  # different scripts; more rows and heads than that share them
+from hf_offload.tools.plan import parse_setting
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is resident at first and what every step chooses.
+    """What is resident at first and what every step chooses."""
 
-    Args:
-        resident: `[B, Hkv, k]` int32, ascending.
-        chosen: `[steps, B, Hkv, k]` int32, ascending.
-        interval: steps between recalls.
-        miss: share of the chosen blocks that is not resident, on average, if every recall does its work.
-        drift: share of the chosen blocks that was not chosen one step before, on average.
-    """
-
-    resident: torch.Tensor
-    chosen: torch.Tensor
-    interval: int
-    miss: float
-    drift: float
+    resident: torch.Tensor  # `[B, Hkv, k]` int32, ascending
+    chosen: torch.Tensor  # `[steps, B, Hkv, k]` int32, ascending
+    miss: float  # share of the chosen blocks that is not resident, on average, if every recall does its work
+    drift: float  # share of the chosen blocks that was not chosen one step before, on average
 
 
-def parse(text: str) -> dict[str, float]:
-    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls, may be left out."""
-    parts = (part.strip().partition("=") for part in text.split(","))
-    numbers = {"recall": 8.0} | {name: float(value) for name, _, value in parts}
-    right = numbers.keys() == {"miss", "drift", "recall"} and 0 <= numbers["miss"] < 0.5 and 0 <= numbers["drift"] < 1
-    if not right or numbers["recall"] < 0 or numbers["recall"] % 1:
-        raise ValueError(
-            f"replay={text!r} must give miss (below 0.5), drift (below 1) and perhaps recall, a whole number of steps, "
-            "0 for never"
-        )
-    return numbers
+def parse(text: str) -> dict[str, Any]:
+    """Read "miss=0.08,drift=0.15,recall=8"; recall, the steps between recalls (0: never), may be left out."""
+    return {"recall": 8} | parse_setting(f"script:{text}")[1]
 
 
 def write_script(
     lines: tuple[int, int], blocks_at: list[int], budget: int, fixed: tuple[int, int],
-    *, miss: float, drift: float, recall: float, device: str,
+    *, miss: float, drift: float, recall: int, device: str,
 ) -> Script:  # fmt: skip
     """Write the script of a run.
 
@@ -62,35 +44,28 @@ def write_script(
         recall: steps between recalls, 0 for never.
         device: where the script lies.
     """
-    (first, newest), steps = fixed, len(blocks_at)
+    (first, newest), count = fixed, lines[0] * lines[1]
     free, middle = np.arange(first, blocks_at[0] - newest), budget - first - newest
-    if middle < 2 or len(free) < 2 * middle:
-        raise ValueError(f"{blocks_at[0]} blocks are too few for a script with a budget of {budget}")
-    count = min(lines[0] * lines[1], DISTINCT)
     order = np.random.default_rng(0).permuted(np.tile(free, (count, 1)), axis=1)
     near, far = order[:, :middle], order[:, middle:]  # resident blocks, and the others
-    start, chosen, path, missing, new = near, near, [], [], []
-    for step in range(steps):
+    start, path, missing = near, [], []
+    for step in range(1, len(blocks_at) + 1):
         # Whole numbers of blocks whose means are as wanted.
-        misses, moves = (int((step + 1) * aim) - int(step * aim) for aim in (miss * budget, drift * budget / 2))
+        misses, moves = (int(step * aim) - int((step - 1) * aim) for aim in (miss * budget, drift * budget / 2))
         # Half of what changes are resident blocks that come and go, half are others.
         near, far = np.roll(near, -moves, 1), np.roll(far, -moves, 1)
-        before, chosen = chosen, np.concatenate([near[:, misses:], far[:, :misses]], 1)
+        chosen = np.concatenate([near[:, misses:], far[:, :misses]], 1)
         path.append(chosen)
         missing.append(misses)
-        new.append((chosen[:, :, None] != before[:, None]).all(2).sum(1).mean())
-        if recall and (step + 1) % recall == 0:
+        if recall and step % recall == 0:
             near, far = chosen, np.concatenate([far[:, misses:], near[:, :misses]], 1)
 
-    def tensor(middles: np.ndarray, blocks: int) -> torch.Tensor:
-        """`[B, Hkv, k]`, with the first and the newest of so many blocks around the middle ones `[count, middle]`."""
-        around = np.tile(np.r_[:first, blocks - newest : blocks], (count, 1))
-        whole = np.sort(np.concatenate([around, middles], 1))[np.arange(lines[0] * lines[1]) % count]
-        return torch.from_numpy(whole.reshape(*lines, budget).astype(np.int32)).to(device)
-
-    every = torch.stack([tensor(middles, blocks) for middles, blocks in zip(path, blocks_at, strict=True)])
-    means = float(np.mean(missing)) / budget, float(np.mean(new)) / budget
-    return Script(tensor(start, blocks_at[0]), every, int(recall), *means)
+    middles = np.stack([start, *path])  # [1 + steps, B · Hkv, middle]
+    fixed_at = [np.r_[:first, blocks - newest : blocks] for blocks in (blocks_at[0], *blocks_at)]
+    whole = np.sort(np.concatenate([np.repeat(np.stack(fixed_at)[:, None], count, 1), middles], 2))
+    every = torch.from_numpy(whole.reshape(-1, *lines, budget).astype(np.int32)).to(device)
+    new = (middles[2:, :, :, None] != middles[1:-1, :, None]).all(3).sum(2)
+    return Script(every[0], every[1:], np.mean(missing).item() / budget, new.mean().item() / budget)
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from gpu.options import Options
-from gpu.supervise import Cases, NotApplicable
+from gpu.models import Options
+from gpu.supervise import Cases, Stopped
 
 NAMES = ("first", "cannot", "dies", "next", "hangs")
 
@@ -21,7 +21,7 @@ def cases(options: Options) -> Cases:
 def run(name: str) -> Iterator[dict[str, Any]]:
     yield {"case": name, "process": os.getpid()}
     if name == "cannot":
-        raise NotApplicable("no room")
+        raise Stopped("not applicable", "no room")
     if name == "dies":
         os._exit(9)
     if name == "hangs":
