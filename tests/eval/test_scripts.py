@@ -142,16 +142,29 @@ def test_every_way_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch:
     class Here:
         """What is asked of a process, done in this one."""
 
-        def __init__(self, way: str, *how: Any) -> None:
-            self.way, self.peak, self.pool = way, 3 * 2**20, SimpleNamespace(shutdown=lambda: None)
-            self.serving = peers.WithTransformers(way, *how)
+        def __init__(self, workers: int, context: Any, begin: Callable[..., None], how: tuple[Any, ...]) -> None:
+            begin(*how)
+            self.serving = peers._serving
 
-        def call(self, method: str, *rest: Any) -> Any:
-            return getattr(self.serving, method)(*rest)
+        def submit(self, work: Callable[..., Any], *arguments: Any) -> SimpleNamespace:
+            monkeypatch.setattr(peers, "_serving", self.serving)
+            result = work(*arguments)
+            return SimpleNamespace(result=lambda: result)
 
     monkeypatch.setattr(peers, "tokenizer_of", lambda _: letters())
-    monkeypatch.setattr(peers, "Process", Here)
-    options = ["--contexts", "40,320", "--budget", "192", "--steps", "2", "--rounds", "2", "--dtype", "float32"]
+    monkeypatch.setattr(peers, "ProcessPoolExecutor", Here)
+    options = [
+        "--contexts",
+        "40,320",
+        "--policy",
+        "scout:budget=192",
+        "--steps",
+        "2",
+        "--rounds",
+        "2",
+        "--dtype",
+        "float32",
+    ]
     options += ["--ways", "hf_offload,DynamicCache,StaticCache", "--picture", str(tmp_path / "peers.svg")]
     rows = run("peers", tmp_path / "out.csv", *options)
     kl = {(row["way"], row["context"]): abs(float(row["kl"])) for row in rows}
