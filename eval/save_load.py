@@ -14,7 +14,6 @@ are measured: from memory, from disk with the files in the system's page cache a
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 from pathlib import Path
@@ -35,9 +34,7 @@ QUESTIONS = (
     "\n\nQuestion: Which names does the text mention?\nAnswer:",
     "\n\nQuestion: How does the text end?\nAnswer:",
 )
-
-
-TURNS = ("row", "tokens", "turn_none_s", "turn_ram_s", "turn_disk_s", "turn_cold_disk_s")
+TURNS = ("turn_none_s", "turn_ram_s", "turn_disk_s", "turn_cold_disk_s")
 
 
 def go_on(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -> tuple[torch.Tensor, list[float]]:
@@ -51,9 +48,9 @@ def go_on(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -
     return torch.cat(logits), milliseconds
 
 
-def forget_file(path: Path) -> None:
-    """Ask the system to drop a file from its memory, so that reading it means reading the disk."""
-    if hasattr(os, "posix_fadvise"):
+def forget_files(folder: Path) -> None:
+    """Ask the system to drop a folder's files from its memory, so that reading them means reading the disk; Linux."""
+    for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -62,13 +59,15 @@ def turns(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: common.Row, ids: torch.Tensor, repeats: int
 ) -> dict[str, float]:
     """Seconds to the first token of a second turn, by where the first one is found, and bytes of the store."""
-    seconds: dict[str, list[float]] = {name: [] for name in TURNS[2:]}
+    seconds: dict[str, list[float]] = {name: [] for name in TURNS}
 
-    def made(min_seconds: float) -> hf_offload.PrefixStore:
-        return hf_offload.PrefixStore(folder, model, row.policy, min_seconds=min_seconds, **row.options)
+    def opened(min_seconds: float) -> hf_offload.PrefixStore:
+        return hf_offload.PrefixStore(scratch, model, row.policy, min_seconds=min_seconds, **row.options)
 
-    def ask(name: str, store: hf_offload.PrefixStore, ids: torch.Tensor, question: str, source: str | None) -> None:
-        prompt = torch.cat([ids, common.ids_of(tokenizer, question, ids.device)], 1)
+    def and_then(ids: torch.Tensor, text: str) -> torch.Tensor:
+        return torch.cat([ids, common.ids_of(tokenizer, text, ids.device)], 1)
+
+    def ask(name: str, store: hf_offload.PrefixStore, prompt: torch.Tensor, source: str | None) -> None:
         with common.clock(seconds[name]), store.open(prompt) as found:
             assert found.source == source
             if source is None:
@@ -76,25 +75,18 @@ def turns(
             given = cache_argument(model, found.cache)
             model.generate(prompt, attention_mask=torch.ones_like(prompt), **given, max_new_tokens=1, pad_token_id=0)
 
+    first = and_then(ids, QUESTIONS[0])
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        store = made(0)
-        ask("turn_none_s", store, ids, QUESTIONS[0], None)
-        store.close()
-        first = torch.cat([ids, common.ids_of(tokenizer, QUESTIONS[0], ids.device)], 1)
+        with opened(0) as store:
+            ask("turn_none_s", store, first, None)
         for turn in range(repeats):
-            for name in ("turn_disk_s", "turn_cold_disk_s"):
-                if name == "turn_cold_disk_s":
-                    gc.collect()  # mapped files cannot be forgotten
-                    for path in folder.glob("*/*/*"):
-                        forget_file(path)
-                store = made(1e9)  # saves nothing more
-                ask(name, store, first, f"{QUESTIONS[1]} {name} {turn}", "disk")
-                if name == "turn_disk_s":
-                    ask("turn_ram_s", store, first, f"{QUESTIONS[2]} {turn}", "ram")
-                store.close()
-                del store
-        size = sum({path.stat().st_ino: path.stat().st_size for path in folder.glob("*/*/*")}.values())
+            with opened(1e9) as store:  # saves nothing more
+                ask("turn_disk_s", store, and_then(first, f"{QUESTIONS[1]} {turn}"), "disk")
+                ask("turn_ram_s", store, and_then(first, f"{QUESTIONS[2]} {turn}"), "ram")
+            forget_files(Path(scratch))
+            with opened(1e9) as store:
+                ask("turn_cold_disk_s", store, and_then(first, f"{QUESTIONS[1]} cold {turn}"), "disk")
+        size = store.disk_bytes
     return {name: float(np.median(values)) for name, values in seconds.items()} | {"store_bytes": size}
 
 
@@ -127,8 +119,7 @@ def measure(
             with common.clock(seconds["save_s"]):
                 cache.save(folder)
             for name, verify in (("unverified_load_s", False), ("load_s", True)):
-                for path in folder.iterdir():
-                    forget_file(path)
+                forget_files(folder)
                 with common.clock(seconds[name]):
                     loaded = hf_offload.HybridCache.load(folder, model, verify=verify)
                 got, cold = go_on(model, loaded, token, steps)
@@ -164,9 +155,8 @@ def main(
             ids = setting.window(tokenizer, text, 0, length).to(model.device)
             records += [measure(model, tokenizer, row, ids, steps, repeats) for row in tqdm(chosen, disable=None)]
     setting.write([record | {"kind": text, "tier": tier, "steps": steps} for record in records])
-    common.show("seconds to the first token of a second turn, by where the first one is", records, TURNS)
-    columns = ("row", "tokens", "prefill_s", "save_s", "load_s", "speedup", "unverified_load_s", "identical")
-    common.show("bytes held by a cache and three forks, against those of the cache", records, (*columns, "fork_bytes"))
+    columns = ("row", "tokens", "prefill_s", "save_s", "load_s", "speedup", "identical", "fork_bytes", *TURNS)
+    common.show("seconds; bytes held by a cache and three forks, against those of the cache", records, columns)
 
 
 if __name__ == "__main__":
