@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,98 +55,98 @@ WARM_UP = 2
 COMPILED = 1536
 """A context of which decode steps need all kernels."""
 LLAMA_BATCH = 1024
-_serving: Any = None
-_before = 0
-"""In the process of a way: what serves, and the bytes of memory before it was made."""
 
 
-class WithTransformers:
+class Way:
+    """One way, in a process of its own. Kinds of it load weights, make a cache and run tokens through it."""
+
+    def __init__(self, *how: Any) -> None:
+        self.before = common.resident_bytes()
+        self.load(*how)
+
+    def prefill(self, ids: np.ndarray, room: int) -> float:
+        """Read a prompt `[N]` into a new cache with room for more tokens; returns seconds."""
+        common.forget_peak()
+        self.make_cache(len(ids) + room)
+        with common.clock() as seconds:
+            self.run(ids)
+        return seconds[0]
+
+    def decode(self, ids: np.ndarray) -> tuple[list[float], np.ndarray, int]:
+        """Decode given tokens `[N]` one by one.
+
+        Returns:
+            Milliseconds, logits `[N, V]`, and bytes of memory at the peak since the prefill began.
+        """
+        seconds: list[float] = []
+        logits = []
+        for token in ids:
+            with common.clock(seconds):
+                found = self.run(token[None])
+            logits.append(found.float().cpu().numpy().copy())
+        return [1000 * each for each in seconds], np.stack(logits), common.peak_bytes() - self.before
+
+
+class WithTransformers(Way):
     """A model of Transformers with one kind of cache."""
 
-    def __init__(self, way: str, setting: common.Setting, gguf: str | None, policy: str) -> None:
+    def load(self, way: str, setting: common.Setting, gguf: str | None, policy: str) -> None:
         self.way, self.policy = way, policy
         self.model, _ = setting.load()
         self.model.set_attn_implementation("hybrid_sparse" if way in (OURS, STOCK) else "sdpa")
         if way == OURS and self.model.device.type == "cpu":
             hf_offload.fast_linear(self.model)
+
+    def make_cache(self, length: int) -> None:
         self.cache: Any = None
-
-    def prefill(self, ids: np.ndarray, room: int) -> float:
-        """Read a prompt `[N]` into a new cache with room for more tokens; returns seconds."""
-        del self.cache
         gc.collect()
-        prompt, config = torch.from_numpy(ids)[None].to(self.model.device), self.model.config
-        with torch.inference_mode(), common.clock() as seconds:
-            if self.way in (OURS, STOCK):
-                policy, knobs = parse_setting(self.policy)
-                self.cache = hf_offload.HybridCache(self.model, policy, **knobs)
-            elif self.way == STATIC:
-                self.cache = StaticCache(config=config, max_cache_len=len(ids) + room)
-            else:
-                self.cache = DynamicCache(config=config)
-            self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
-        return seconds[0]
+        if self.way in (OURS, STOCK):
+            policy, knobs = parse_setting(self.policy)
+            self.cache = hf_offload.HybridCache(self.model, policy, **knobs)
+        elif self.way == STATIC:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=length)
+        else:
+            self.cache = DynamicCache(config=self.model.config)
 
-    def decode(self, tokens: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """Decode given tokens one by one; returns milliseconds and logits `[N, V]`."""
-        with torch.inference_mode():
-            ids = torch.tensor([list(tokens)], device=self.model.device)
-            times, logits = common.decode(self.model, self.cache, ids)
-        return times, logits[:, 0].float().cpu().numpy()
+    @torch.inference_mode()
+    def run(self, ids: np.ndarray) -> torch.Tensor:
+        tokens = torch.from_numpy(ids)[None].to(self.model.device)
+        return self.model(tokens, past_key_values=self.cache, logits_to_keep=1).logits[0, -1]
 
 
-class WithLlama:
+class WithLlama(Way):
     """llama.cpp with flash attention."""
 
-    def __init__(self, way: str, setting: common.Setting, gguf: str | None, policy: str) -> None:
+    def load(self, way: str, setting: common.Setting, gguf: str | None, policy: str) -> None:
         self.file, self.threads = gguf, setting.threads or torch.get_num_threads()
         self.llama: Any = None
 
-    def prefill(self, ids: np.ndarray, room: int) -> float:
-        """Read a prompt `[N]` into a new context with room for more tokens; returns seconds."""
-        from llama_cpp import Llama
+    def make_cache(self, length: int) -> None:
+        import llama_cpp
 
         if self.llama is not None:
             self.llama.close()
-        self.llama = Llama(
-            self.file, n_ctx=len(ids) + room, n_batch=LLAMA_BATCH, n_ubatch=LLAMA_BATCH, n_threads=self.threads,
+        self.llama = llama_cpp.Llama(
+            self.file, n_ctx=length, n_batch=LLAMA_BATCH, n_ubatch=LLAMA_BATCH, n_threads=self.threads,
             n_threads_batch=self.threads, flash_attn=True, n_gpu_layers=-1 if torch.cuda.is_available() else 0,
             verbose=False,
         )  # fmt: skip
-        with common.clock() as seconds:
-            self.llama.eval(ids.tolist())
-        return seconds[0]
+        self.logits_of = llama_cpp.llama_get_logits
 
-    def decode(self, tokens: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """Decode given tokens one by one; returns milliseconds and logits `[N, V]`."""
-        from llama_cpp import llama_get_logits
-
-        seconds: list[float] = []
-        logits = []
-        for token in tokens:
-            with common.clock(seconds):
-                self.llama.eval([token])
-                found = np.ctypeslib.as_array(llama_get_logits(self.llama.ctx), (self.llama.n_vocab(),))
-            logits.append(found.copy())
-        return [1000 * each for each in seconds], np.stack(logits)
+    def run(self, ids: np.ndarray) -> torch.Tensor:
+        self.llama.eval(ids.tolist())
+        return torch.from_numpy(np.ctypeslib.as_array(self.logits_of(self.llama.ctx), (self.llama.n_vocab(),)))
 
 
 def begin(way: str, *how: Any) -> None:
     """Make this process that of one way."""
-    global _serving, _before
-    _before = common.resident_bytes()
-    _serving = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
+    global _way
+    _way = (WithLlama if way == LLAMA else WithTransformers)(way, *how)
 
 
-def prefill(ids: np.ndarray, room: int) -> float:
-    """What this process's way does first for a context; the peak of memory begins anew."""
-    common.forget_peak()
-    return _serving.prefill(ids, room)
-
-
-def decode(tokens: Sequence[int]) -> tuple[list[float], np.ndarray, int]:
-    """What this process's way does next, and the bytes of memory at the peak since the prefill began."""
-    return *_serving.decode(tokens), common.peak_bytes() - _before
+def ask(method: str, *arguments: Any) -> Any:
+    """The result of a method of this process's way."""
+    return getattr(_way, method)(*arguments)
 
 
 def write_bfloat16(source: Path, target: Path) -> None:
@@ -185,11 +184,11 @@ def measure(
     """Let every way read the first `length` tokens and then decode what follows, in turns; returns a row a way."""
     turn, seconds = WARM_UP + steps, {}
     for way in tqdm(processes, desc=f"prompts of {length:,} tokens", leave=False):
-        seconds[way] = processes[way].submit(prefill, ids[:length], rounds * turn).result()
+        seconds[way] = processes[way].submit(ask, "prefill", ids[:length], rounds * turn).result()
     times, logits, peaks = defaultdict(list), defaultdict(list), {}
     for number, way in common.in_turns(list(processes), rounds):
-        part = ids[length + number * turn :][:turn].tolist()
-        milliseconds, values, peaks[way] = processes[way].submit(decode, part).result()
+        part = ids[length + number * turn :][:turn]
+        milliseconds, values, peaks[way] = processes[way].submit(ask, "decode", part).result()
         times[way] += milliseconds[WARM_UP:]
         logits[way].append(values)
     logprobs = {way: torch.from_numpy(np.concatenate(x)).double().log_softmax(-1) for way, x in logits.items()}

@@ -144,10 +144,10 @@ def test_every_way_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch:
 
         def __init__(self, workers: int, context: Any, begin: Callable[..., None], how: tuple[Any, ...]) -> None:
             begin(*how)
-            self.serving = peers._serving
+            self.way = peers._way
 
         def submit(self, work: Callable[..., Any], *arguments: Any) -> SimpleNamespace:
-            monkeypatch.setattr(peers, "_serving", self.serving)
+            monkeypatch.setattr(peers, "_way", self.way)
             result = work(*arguments)
             return SimpleNamespace(result=lambda: result)
 
