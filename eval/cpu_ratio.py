@@ -64,7 +64,6 @@ def main(
         overall.append({"row": name, **stats})
         setting.write(by_step)
         setting.write(by_layer, "_layers")
-    common.show("predicted query, by layer", [line for line in by_layer if line["row"] == name], columns[:4])
     means = ("row", "cpu_ratio", "query_cosine", "selection_overlap", "recall_interval", "recall_bytes")
     common.show("mean over layers and steps", overall, means)
 
