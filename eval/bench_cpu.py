@@ -6,8 +6,9 @@
 
 Everything lies in pools much larger than the caches, and every call attends blocks that are chosen anew. The rows of a
 section take turns; shown are medians with their 20th and 80th percentile. The limit is what a plain read of memory,
-torch's sum, reaches in the same turns. Section `pairs` draws keys and attends them; HF_OFFLOAD_ISA=avx2 chooses the
-instructions. Section `linear` multiplies 1 to 8 rows with the weights of a few layers, one by one, as torch does.
+torch's sum, reaches in the same turns. HF_OFFLOAD_ISA=avx2 chooses the instructions. `decode` attends blocks or drawn
+pairs, `scoring` chooses blocks or draws pairs, `linear` multiplies 1 to 8 rows with the weights of a few layers, one by
+one, as torch does.
 """
 
 from __future__ import annotations
@@ -54,13 +55,9 @@ class Case(NamedTuple):
     facts: dict[str, Any]
 
 
-Sets = Iterator[list[Case]]
-"""Sets of cases that take turns; a plain read comes first."""
-
-
 @torch.inference_mode()
 def take_turns(cases: Sequence[Case], rounds: int, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Time the cases in turns; one record a case, microseconds, and its share of the speed of the plain read."""
+    """Time cases in turns, a plain read first; one record a case, microseconds, and its share of the read's speed."""
     makers = {str(number): case.make for number, case in enumerate(cases)}
     records: list[dict[str, Any]] = []
     for case, seconds in zip(cases, common.time_in_turns(makers, rounds).values(), strict=True):
@@ -88,6 +85,14 @@ def ready(launch: Launch) -> Callable[[], None]:
     """The call of a launch that is laid out in memory, its team awake from an operator before it, as in a model."""
     _WARM @ _WARM
     return LaunchSequence((launch,)).run
+
+
+def host_blocks(
+    dtype: torch.dtype, block_ptr: np.ndarray, table: np.ndarray, block_size: int, packed: Any = None
+) -> HostBlocks:
+    """All tokens of the blocks of a table `[B, N]`."""
+    holes, valid = np.zeros(table.shape, np.uint8), np.ones((len(table), table.shape[1] * block_size), np.uint8)
+    return HostBlocks(tag_of(dtype), block_ptr, table, holes, valid, block_size, packed)
 
 
 class Memory:
@@ -126,35 +131,17 @@ class Memory:
         lists.counts[:] = budget // 2
         return self._attention(query, lists.pairs, lists.counts, Pairs.of(lists.weights, query.shape[1]))
 
-    def draw(self, group: int, store: DigestStore, context: int, samples: int) -> Launch:
-        """One draw from the digests of a context."""
-        blocks, size = context // self.block_size, self.block_size // 2
-        query, room = self._query(group, 1), min(drawing.most_pairs(samples, group, blocks * size) + 64, blocks * size)
-        masses = np.empty((1, group * self.kv_heads, drawing.kept_masses(blocks, size)), drawing.MASSES)
-        low, table = np.zeros(1, np.int32), self.table[:, :blocks].copy()
-        digest, thresholds = store.arrays(query, self.dim**-0.5), drawing.Thresholds.of(0, low, blocks * size)
-        return drawing.draw_pairs(
-            query, digest, table, drawing.Always(low, low + 16, 16), thresholds, masses,
-            drawing.PairLists.of(1, self.kv_heads, room), n_sealed=blocks, length=context, samples=samples, join="max",
-            scale=self.dim**-0.5, softcap=None, unsealed=self._host_blocks(table),
-        )  # fmt: skip
-
     def _attention(
         self, query: np.ndarray, items: np.ndarray, counts: np.ndarray, pairs: Pairs | None = None
     ) -> Launch:
         """Attention of some rows, each of which has all blocks."""
-        blocks, length = self._host_blocks(np.repeat(self.table, len(query), 0)), self.blocks * self.block_size
+        packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
+        table, length = np.repeat(self.table, len(query), 0), self.blocks * self.block_size
+        blocks = host_blocks(self.dtype, self.pool.block_ptr, table, self.block_size, packed)
         return decode_attention(
             query, blocks, items, counts, length, np.empty_like(query), np.empty(query.shape[:2], np.float32),
             scale=self.dim**-0.5, softcap=None, pairs=pairs,
         )  # fmt: skip
-
-    def _host_blocks(self, table: np.ndarray) -> HostBlocks:
-        """All tokens of the blocks of a table `[B, N]`."""
-        packed = Int8Records(packed_bytes(self.dim, self.block_size)) if self.packed else None
-        holes = np.zeros(table.shape, np.uint8)
-        valid = np.ones((len(table), table.shape[1] * self.block_size), np.uint8)
-        return HostBlocks(tag_of(self.dtype), self.pool.block_ptr, table, holes, valid, self.block_size, packed)
 
     def _query(self, group: int, batch: int) -> np.ndarray:
         return self.rng.standard_normal((batch, group * self.kv_heads, self.dim), dtype=np.float32)
@@ -170,15 +157,15 @@ def attention_case(memory: Memory, kind: str, group: int, batch: int = 1, budget
     return Case(kind, lambda: ready(makers[kind](group, batch, budget)), nbytes, facts)
 
 
-def decode_cases(name: str, threads: int) -> Sets:
-    """Groups and batches, int8, consecutive blocks; then other head dimensions and block sizes."""
-    memory = Memory(8, 128, 32, DTYPES[name])
-    packed = [Memory(8, 128, 32, DTYPES[name], packed=True)] if name == "bf16" else []
+def decode_cases(name: str, threads: int) -> Iterator[list[Case]]:
+    """Groups and batches, consecutive blocks, pairs, int8; then other head dimensions and block sizes."""
+    packings = (False, True) if name == "bf16" else (False,)
+    memories = [Memory(8, 128, 32, DTYPES[name], packed=packed) for packed in packings]
     yield [
         read_case(),
-        *(attention_case(memory, "blocks", group, batch) for group, batch in ((4, 1), (3, 1), (7, 1), (4, 4))),
-        *(attention_case(each, "blocks", 4) for each in packed),
-        attention_case(memory, "dense", 4, budget=8192),
+        *(attention_case(memories[0], "blocks", group, batch) for group, batch in ((3, 1), (7, 1), (4, 4))),
+        *(attention_case(memory, kind, 4) for memory in memories for kind in ("blocks", "pairs")),
+        attention_case(memories[0], "dense", 4, budget=8192),
     ]
     for dim, block_size in ((64, 32), (128, 16), (128, 64), (256, 32)):
         yield [read_case(), attention_case(Memory(8, dim, block_size, DTYPES[name]), "blocks", 4)]
@@ -202,50 +189,47 @@ def random_digests(
     return store
 
 
-def pair_cases(name: str, threads: int) -> Sets:
-    """The draw of pairs and attention to them, beside as many and twice as many tokens in blocks."""
-    for kv_heads, group, dim in ((3, 3, 64), (8, 4, 128)):
-        kinds = (False, True) if name == "bf16" else (False,)
-        memories = [Memory(kv_heads, dim, 32, DTYPES[name], packed=packed) for packed in kinds]
-        ways = itertools.product(memories, (512, 1024), ("pairs", "blocks"))
-        cases = [attention_case(memory, kind, group, budget=tokens) for memory, tokens, kind in ways]
-        for context in (each for each in (8192, 32768) if each <= 32 * memories[0].blocks):
-            store = random_digests("submean", context // 32, kv_heads, dim)
-            for samples in (128, 512):
-                launch = partial(memories[0].draw, group, store, context, samples)
-                facts = {"dim": dim, "group": group, "context": context, "samples": samples}
-                cases.append(Case("draw_pairs", lambda launch=launch: ready(launch()), 0, facts))
-        yield [read_case(), *cases]
+def choice(store: DigestStore, query: np.ndarray, blocks: int) -> Callable[[np.ndarray], Launch]:
+    """Makes the choice of 64 blocks of a table `[1, N]` by the scores of their digests."""
+    (_, heads, dim), kv_heads = query.shape, store.num_kv_heads
+    masses, tail = np.empty((1, heads, blocks + 16), np.float32), np.zeros((1, heads), np.float32)
+    score, low = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros(1, np.int32)
+    chosen, counts = np.empty((1, kv_heads, 64), np.int32), np.empty((1, kv_heads), np.int32)
+    return lambda table: choose_blocks(
+        query, store.arrays(query, dim**-0.5), table, blocks, masses, tail, score, join="max", scale=dim**-0.5,
+        softcap=None, kv_dtype=torch.bfloat16, select=(low, low + 1, 4, blocks, 64, chosen, counts),
+    )  # fmt: skip
 
 
-def scoring_case(kind: str, blocks: int) -> Case:
-    """Digest scoring with join and selection of 64 blocks."""
-    kv_heads, group, dim, count = 8, 4, 128, 64
-    nbytes = blocks * DIGESTS[kind](kv_heads, dim, 32, torch.device("cpu")).block_bytes
-    copies = max(2, POOL_BYTES // 4 // nbytes)
-    store = random_digests(kind, copies * blocks, kv_heads, dim)
-    query = np.random.default_rng(0).standard_normal((1, kv_heads * group, dim), dtype=np.float32)
-    masses = np.empty((1, kv_heads * group, blocks + 16), np.float32)
-    score, tail = np.empty((1, kv_heads, blocks + 16), np.float32), np.zeros((1, kv_heads * group), np.float32)
-    low = np.zeros(1, np.int32)
-    chosen, counts = np.empty((1, kv_heads, count), np.int32), np.empty((1, kv_heads), np.int32)
-    digest = store.arrays(query, dim**-0.5)
-    tables = itertools.cycle(np.arange(copies * blocks, dtype=np.int32).reshape(copies, 1, blocks))
-
-    def make() -> Callable[[], None]:
-        launch = choose_blocks(
-            query, digest, next(tables), blocks, masses, tail, score, join="max", scale=dim**-0.5, softcap=None,
-            kv_dtype=torch.bfloat16, select=(low, low + 1, 4, blocks, count, chosen, counts),
-        )  # fmt: skip
-        return ready(launch)
-
-    facts = {"dtype": None, "digest": kind, "dim": dim, "group": group, "context": 32 * blocks}
-    return Case("choose_blocks", make, nbytes, facts)
+def draw(store: DigestStore, query: np.ndarray, blocks: int, samples: int) -> Callable[[np.ndarray], Launch]:
+    """Makes the draw of pairs from the digests of a table `[1, N]` of blocks of 32 tokens, all of which have some."""
+    (_, heads, dim), kv_heads, pairs = query.shape, store.num_kv_heads, 16 * blocks
+    room = min(drawing.most_pairs(samples, heads // kv_heads, pairs) + 64, pairs)
+    lists, low = drawing.PairLists.of(1, kv_heads, room), np.zeros(1, np.int32)
+    masses = np.empty((1, heads, drawing.kept_masses(blocks, 16)), drawing.MASSES)
+    nowhere = np.zeros(store.capacity, np.int64)
+    return lambda table: drawing.draw_pairs(
+        query, store.arrays(query, dim**-0.5), table, drawing.Always(low, low + 16, 16),
+        drawing.Thresholds.of(0, low, pairs), masses, lists, n_sealed=blocks, length=32 * blocks, samples=samples,
+        join="max", scale=dim**-0.5, softcap=None, unsealed=host_blocks(torch.bfloat16, nowhere, table, 32),
+    )  # fmt: skip
 
 
-def scoring_cases(name: str, threads: int) -> Sets:
-    """Contexts of 8k, 32k and 128k tokens; of no dtype."""
-    yield [read_case(), *(scoring_case(kind, blocks) for kind in ("submean", "quest") for blocks in (256, 1024, 4096))]
+def scoring_cases(name: str, threads: int) -> Iterator[list[Case]]:
+    """The choice of blocks and the draw of pairs in contexts of 8k, 32k and 128k tokens; of no dtype."""
+    cases, query = [read_case()], np.random.default_rng(0).standard_normal((1, 32, 128), dtype=np.float32)
+    for kind, blocks in itertools.product(("submean", "quest"), (256, 1024, 4096)):
+        nbytes = blocks * DIGESTS[kind](8, 128, 32, torch.device("cpu")).block_bytes
+        copies = max(2, POOL_BYTES // 4 // nbytes)
+        store = random_digests(kind, copies * blocks, 8, 128)
+        tables = itertools.cycle(np.arange(copies * blocks, dtype=np.int32).reshape(copies, 1, blocks))
+        ways = [("choose_blocks", None, choice(store, query, blocks))]
+        if kind == "submean":
+            ways += [("draw_pairs", samples, draw(store, query, blocks, samples)) for samples in (128, 512)]
+        for case, samples, launch in ways:
+            facts = {"dtype": None, "digest": kind, "dim": 128, "group": 4, "context": 32 * blocks, "samples": samples}
+            cases.append(Case(case, lambda launch=launch, tables=tables: ready(launch(next(tables))), nbytes, facts))
+    yield cases
 
 
 def run_all(calls: Sequence[Callable[[], Any]]) -> None:
@@ -254,7 +238,7 @@ def run_all(calls: Sequence[Callable[[], Any]]) -> None:
         call()
 
 
-def linear_cases(name: str, threads: int) -> Sets:
+def linear_cases(name: str, threads: int) -> Iterator[list[Case]]:
     """Ours against torch's `linear`: the products of so many layers of a model and its head, one by one, by rows."""
     for model, (hidden, mlp, kv, layers, vocabulary) in WIDTHS.items():
         attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
@@ -277,9 +261,7 @@ def linear_cases(name: str, threads: int) -> Sets:
             ]
 
 
-SECTIONS: dict[str, Callable[[str, int], Sets]] = {
-    "decode": decode_cases, "scoring": scoring_cases, "linear": linear_cases, "pairs": pair_cases,
-}  # fmt: skip
+SECTIONS = {"decode": decode_cases, "scoring": scoring_cases, "linear": linear_cases}
 
 
 def main(

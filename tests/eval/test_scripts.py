@@ -102,7 +102,7 @@ RUNS = {
         lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
 }  # fmt: skip
 SLOW = {
-    "kernels": Run("bench_cpu", "--sections scoring,pairs --dtypes bf16 --threads 1 --rounds 2",
+    "kernels": Run("bench_cpu", "--sections decode,scoring --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {"read", "choose_blocks", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
         {"POOL_BYTES": 1 << 26}),
     "soak": Run("soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
