@@ -41,7 +41,6 @@ from turns import SOCKET
 EVAL = Path(__file__).parent
 ROOT = EVAL.parent
 FIGURES = ("p50", "p20")
-TAIL = 30  # lines of a script that failed
 
 
 def git(*arguments: str) -> bytes:
@@ -74,7 +73,7 @@ class Side:
         """Wait until the script gives up its turn or ends."""
         self.running = bool(self.giver.recv(1))
         if not self.running and self.process.wait():
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:])
+            tail = self.log.read_text(errors="replace")[-5000:]
             raise RuntimeError(f"{self.name}: the script ended with status {self.process.returncode}\n{tail}")
 
     def close(self) -> None:
