@@ -52,8 +52,7 @@ STYLES: dict[Any, dict[str, Any]] = {
     LLAMA: {"color": "#5a5a5a", "marker": "D"},
 }
 WARM_UP = 2
-COMPILED = 1536
-"""A context of which decode steps need all kernels."""
+COMPILED = 1536  # tokens of a context that needs all kernels
 LLAMA_BATCH = 1024
 
 
@@ -73,11 +72,7 @@ class Way:
         return seconds[0]
 
     def decode(self, ids: np.ndarray) -> tuple[list[float], np.ndarray, int]:
-        """Decode given tokens `[N]` one by one.
-
-        Returns:
-            Milliseconds, logits `[N, V]`, and bytes of memory at the peak since the prefill began.
-        """
+        """Decode tokens `[N]` one by one: milliseconds, logits `[N, V]`, and the peak of bytes since the prefill."""
         seconds: list[float] = []
         logits = []
         for token in ids:

@@ -21,12 +21,13 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import common
-import hf_offload
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
+
+POLICIES = {"hf_offload": "full", "DynamicCache": "dynamic"}
 
 
 def time_attention(heads: int, kv_heads: int, dim: int, length: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
@@ -61,8 +62,7 @@ def time_attention(heads: int, kv_heads: int, dim: int, length: int, dtype: str,
 
 def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
     """Seconds of a prompt that is read with a cache of its own, and the MiB that it takes at the peak."""
-    model.set_attn_implementation("sdpa" if way == "DynamicCache" else "hybrid_sparse")
-    cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
+    cache = common.Row(way, POLICIES[way]).make_cache(model)
     gc.collect()
     trim_heap()  # what an earlier prompt has left
     before = common.resident_bytes()
@@ -96,7 +96,7 @@ def main(
         read(model, "hf_offload", ids[:, :600], 0)  # compiles
         sizes = [chunk for chunk in common.numbers(chunks) if chunk < context]
         seconds, peaks = defaultdict(list), defaultdict(list)
-        rows = list(product(sizes, ("hf_offload", "DynamicCache")))
+        rows = list(product(sizes, POLICIES))
         for _, (chunk, way) in common.in_turns(rows, max(rounds // 2, 1)):
             taken, peak = read(model, way, ids, chunk)
             seconds[chunk, way].append(taken)
