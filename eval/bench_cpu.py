@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -68,15 +68,10 @@ def take_turns(cases: Sequence[Case], rounds: int, facts: dict[str, Any]) -> lis
     return [r | {"of_limit": r["gb_per_s"] and r["gb_per_s"] / limit} for r in records]
 
 
-@cache
-def words_to_read() -> torch.Tensor:
-    """The memory of the plain read, int64."""
-    return host_empty((POOL_BYTES // 8,), torch.int64).fill_(1)
-
-
 def read_case(nbytes: int = READ_BYTES, **facts: Any) -> Case:
     """The plain read of so many bytes on torch's team, on which the kernels run, too; each time of other ones."""
-    parts = words_to_read().split(min(nbytes, POOL_BYTES) // 8)
+    words = host_empty((POOL_BYTES // 8,), torch.int64).fill_(1)
+    parts = words.split(min(nbytes, POOL_BYTES) // 8)
     turns = itertools.cycle(parts[: len(parts) - 1] or parts)  # the last one is shorter
     return Case("read", lambda: next(turns).sum, parts[0].nbytes, facts)
 

@@ -37,7 +37,6 @@ PACKAGE = str(Path(hf_offload.__file__).parent)
 BLOCK_SIZE, BLOCKS = 32, 2
 LAYER = 2  # neither the first nor the last
 KEYS = ("budget=1024", "samples=512")
-KINDS = ("first", "second", "begins", "usual", "fills")
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def watching(layer: nn.Module) -> Iterator[list[str]]:
 def kind_of(number: int, length: int) -> str:
     """The kind of a step: its number, and how many tokens were there before it."""
     if number < 2:
-        return KINDS[number]
+        return ("first", "second")[number]
     return {0: "begins", BLOCK_SIZE - 1: "fills"}.get(length % BLOCK_SIZE, "usual")
 
 
@@ -80,8 +79,8 @@ def measure(model: PreTrainedModel, row: common.Row, ids: torch.Tensor, context:
             model(token, past_key_values=cache)
             changes = sum(one != other for one, other in pairwise(files))
             found[kind_of(number, context + number)].append((len(files), changes, len(set(files))))
-    for kind in KINDS:
-        frames, changes, used = map(statistics.median_low, zip(*found[kind], strict=True))
+    for kind, counts in found.items():
+        frames, changes, used = map(statistics.median_low, zip(*counts, strict=True))
         yield {"step": kind, "frames": frames, "changes": changes, "files": used}
 
 

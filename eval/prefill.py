@@ -13,7 +13,6 @@ what it began with. All take turns; shown are medians.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections import defaultdict
 from itertools import product
 from typing import Annotated, Any
@@ -103,7 +102,7 @@ def main(
             peaks[chunk, way].append(peak)
         for chunk, way in rows:
             told = {"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds[chunk, way])}
-            prompts.append(told | {"peak_mib": statistics.median(peaks[chunk, way])})
+            prompts.append(told | {"peak_mib": float(np.median(peaks[chunk, way]))})
     setting.write(prompts, "_prompts")
     common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
 
