@@ -62,10 +62,9 @@ def take_turns(cases: Sequence[Case], rounds: int, facts: dict[str, Any]) -> lis
     records: list[dict[str, Any]] = []
     for case, seconds in zip(cases, common.time_in_turns(makers, rounds).values(), strict=True):
         spread = common.percentiles(1e6 * each for each in seconds)
-        speed = case.nbytes / spread["p50"] / 1e3 if case.nbytes else None
+        speed = case.nbytes / spread["p50"] / 1e3
         records.append({**facts, "case": case.name, **case.facts, **spread, "gb_per_s": speed})
-    limit = records[0]["gb_per_s"]
-    return [r | {"of_limit": r["gb_per_s"] and r["gb_per_s"] / limit} for r in records]
+    return [record | {"of_limit": record["gb_per_s"] / records[0]["gb_per_s"]} for record in records]
 
 
 def read_case(nbytes: int = READ_BYTES, **facts: Any) -> Case:
@@ -107,12 +106,10 @@ class Memory:
     def decode(self, group: int, batch: int, budget: int, *, dense: bool = False) -> Launch:
         """One decode over `budget` tokens a row and KV head, scattered or (dense) one behind the other."""
         count = budget // self.block_size
-        blocks = np.empty((batch, self.kv_heads, count), np.int32)
-        if dense:
-            blocks[:] = np.arange(count) + self.rng.integers(self.blocks - count)
-        else:
-            for row in blocks.reshape(-1, count):
-                row[:] = np.sort(self.rng.choice(self.blocks, count, replace=False))
+        span = count if dense else self.blocks
+        blocks = np.full((batch, self.kv_heads, count), self.rng.integers(self.blocks - span + 1), np.int32)
+        for row in blocks.reshape(-1, count):
+            row += np.sort(self.rng.choice(span, count, replace=False)).astype(np.int32)
         return self._attention(self._query(group, batch), blocks, np.full(blocks.shape[:2], count, np.int32))
 
     def pairs(self, group: int, batch: int, budget: int) -> Launch:

@@ -57,7 +57,11 @@ LLAMA_BATCH = 1024
 
 
 class Way:
-    """One way, in a process of its own. Kinds of it load weights, make a cache and run tokens through it."""
+    """One way, in a process of its own.
+
+    Each kind loads weights (`load`), makes a cache with room for so many tokens (`make_cache`), and computes tokens
+    `[N]` (`run`), which returns the last one's logits `[V]`.
+    """
 
     def __init__(self, *how: Any) -> None:
         self.before = common.resident_bytes()
