@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
@@ -47,7 +48,6 @@ def main(
     ids = setting.window(tokenizer, text, START, tokens).to(model.device)
     key = {"kind": text, "start": START, "tokens": tokens, "budget": budget}
     columns = ("layer", "cpu_ratio", "query_cosine", "selection_overlap", "recalls", "recall_interval")
-    overall: list[dict[str, Any]] = []
     by_step: list[dict[str, Any]] = []
     by_layer: list[dict[str, Any]] = []
     for name, (recall, resident) in tqdm(ROWS.items()):
@@ -56,17 +56,14 @@ def main(
             cache: Any = common.Row(name, "scout", knobs).make_cache(model)
             common.prefill(model, cache, ids[:, :-steps])
             common.decode(model, cache, ids[:, -steps:])
-        stats = cache.stats().as_dict()
-        layers = [layer for layer in stats["layers"] if layer["cpu_ratio_by_step"]]
+        layers = [layer for layer in cache.stats().as_dict()["layers"] if layer["cpu_ratio_by_step"]]
         curve = np.mean([layer["cpu_ratio_by_step"] for layer in layers], axis=0)
         by_step += [{"row": name, **key, "step": step, "cpu_ratio": float(v)} for step, v in enumerate(curve)]
         by_layer += [{"row": name, **key, **{c: layer[c] for c in columns}} for layer in layers]
-        overall.append({"row": name, **stats})
         setting.write(by_step)
         setting.write(by_layer, "_layers")
-    common.show("predicted query, by layer", [line for line in by_layer if line["row"] == name], columns[:4])
-    means = ("row", "cpu_ratio", "query_cosine", "selection_overlap", "recall_interval", "recall_bytes")
-    common.show("mean over layers and steps", overall, means)
+    means = pd.DataFrame(by_layer).groupby("row", sort=False)[list(columns[1:])].mean()
+    common.show("mean over layers and steps", means.reset_index().to_dict("records"))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ generation: `p99_p50` says how steady a row is (HGCA, Figure 15).
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from typing import Annotated, Any
 
 import torch
@@ -56,32 +57,30 @@ def main(
     lengths, (text,) = sorted(common.numbers(contexts)), common.kinds_of(kind)
     # This predictor needs no training; what a network takes is in eval/context_attention.py.
     knobs = {"predictor": hf_offload.ConstantPredictor(budget0=0.05)} | ({} if tier is None else {"tier": tier})
-    known = {
-        "fluxion": common.Row("fluxion", "fluxion", knobs),
-        **{name: common.Row(name, name) for name in common.STOCK},
-    }
+    known = {name: common.Row(name, name) for name in common.STOCK}
+    known["fluxion"] = common.Row("fluxion", "fluxion", knobs)
     chosen = common.rows_of(rows, tier, known=known)
     model, tokenizer = setting.load()
     turn = WARM_UP + steps
-    starts = [ROW_OFFSET * row for row in range(batch)]
-    ids = torch.cat([setting.window(tokenizer, text, start, max(lengths) + rounds * turn) for start in starts])
+    tokens = max(lengths) + rounds * turn
+    ids = torch.cat([setting.window(tokenizer, text, ROW_OFFSET * row, tokens) for row in range(batch)])
     ids = ids.to(model.device)
     records: list[dict[str, Any]] = []
     bare: float | None = None  # a step without context to speak of, which no cache can beat
     with torch.inference_mode():
         for length in lengths:
             caches = {row.name: fill(model, row, ids[:, :length], length + rounds * turn) for row in chosen}
-            times: dict[str, list[float]] = {row.name: [] for row in chosen}
+            times = defaultdict(list)
             for number, row in common.in_turns(chosen, rounds):
                 row.activate(model)
-                place = length + number * turn
-                times[row.name] += common.decode(model, caches[row.name], ids[:, place : place + turn])[0][WARM_UP:]
-            base = common.percentiles(times["dynamic"])["p50"] if "dynamic" in times else None
+                part = ids[:, length + number * turn :][:, :turn]
+                times[row.name] += common.decode(model, caches[row.name], part)[0][WARM_UP:]
+            spreads = {name: common.percentiles(each, (20, 50, 80, 99)) for name, each in times.items()}
+            base = spreads["dynamic"]["p50"] if "dynamic" in spreads else None
             bare = base if length == lengths[0] else bare
-            for row in chosen:
-                p = common.percentiles(times[row.name], (20, 50, 80, 99))
+            for name, p in spreads.items():
                 records.append(
-                    {"context": length, "row": row.name, **p, "p99_p50": p["p99"] / p["p50"]}
+                    {"context": length, "row": name, **p, "p99_p50": p["p99"] / p["p50"]}
                     | {"speedup": base and base / p["p50"], "beyond_bare": bare and p["p50"] - bare}
                     | {"batch": batch, "steps": steps * rounds, "kind": text, "tier": tier}
                 )

@@ -19,7 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -37,7 +37,6 @@ PACKAGE = str(Path(hf_offload.__file__).parent)
 BLOCK_SIZE, BLOCKS = 32, 2
 LAYER = 2  # neither the first nor the last
 KEYS = ("budget=1024", "samples=512")
-KINDS = ("first", "second", "begins", "usual", "fills")
 
 
 @contextmanager
@@ -67,12 +66,12 @@ def watching(layer: nn.Module) -> Iterator[list[str]]:
 def kind_of(number: int, length: int) -> str:
     """The kind of a step: its number, and how many tokens were there before it."""
     if number < 2:
-        return KINDS[number]
+        return ("first", "second")[number]
     return {0: "begins", BLOCK_SIZE - 1: "fills"}.get(length % BLOCK_SIZE, "usual")
 
 
-def measure(model: PreTrainedModel, row: common.Row, ids: torch.Tensor, context: int) -> dict[str, Any]:
-    """Frames, changes of file and files of each kind of step."""
+def measure(model: PreTrainedModel, row: common.Row, ids: torch.Tensor, context: int) -> Iterator[dict[str, Any]]:
+    """A record of each kind of step: frames, changes of file, and files."""
     cache, found = row.make_cache(model), defaultdict(list)
     common.prefill(model, cache, ids[:, :context], chunk=2048)
     with watching(model.model.layers[LAYER]) as files:
@@ -80,7 +79,9 @@ def measure(model: PreTrainedModel, row: common.Row, ids: torch.Tensor, context:
             model(token, past_key_values=cache)
             changes = sum(one != other for one, other in pairwise(files))
             found[kind_of(number, context + number)].append((len(files), changes, len(set(files))))
-    return {kind: [statistics.median_low(column) for column in zip(*found[kind], strict=True)] for kind in KINDS}
+    for kind, counts in found.items():
+        frames, changes, used = map(statistics.median_low, zip(*counts, strict=True))
+        yield {"step": kind, "frames": frames, "changes": changes, "files": used}
 
 
 def main(
@@ -91,21 +92,16 @@ def main(
 ) -> None:
     """Count the Python frames of a decode step."""
     (length,) = common.numbers(context)
-    chosen = [
-        (tier, row)
-        for row in common.rows_of(rows)
-        for tier in tiers.split(",")
-        if tier == "split" or row.options.get("lookahead") not in ("attend", "select")  # which need two memories
-    ]
     model = common.random_llama(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64).bfloat16()
     ids = torch.randint(3, 150, (1, length + BLOCKS * BLOCK_SIZE))
     records = []
-    with torch.inference_mode():
-        for tier, row in chosen:
-            set_up = common.Row(row.name, row.policy, {**row.options, "tier": tier, "block_size": BLOCK_SIZE})
-            for kind, (frames, changes, files) in measure(model, set_up, ids, length).items():
-                told = {"step": kind, "frames": frames, "changes": changes, "files": files}
-                records.append({"row": row.name, "tier": tier, "context": length, **told})
+    for row, tier in product(common.rows_of(rows), tiers.split(",")):
+        if tier == "one" and row.options.get("lookahead") in ("attend", "select"):  # which need two memories
+            continue
+        set_up = common.Row(row.name, row.policy, {**row.options, "tier": tier, "block_size": BLOCK_SIZE})
+        with torch.inference_mode():
+            found = list(measure(model, set_up, ids, length))
+        records += [{"row": row.name, "tier": tier, "context": length, **record} for record in found]
     common.write_csv(out, records)
     common.show("Python frames of the package in one layer of a decode step", records)
 

@@ -13,31 +13,28 @@ what it began with. All take turns; shown are medians.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from itertools import product
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import common
-import hf_offload
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
 
+POLICIES = {"hf_offload": "full", "DynamicCache": "dynamic"}
 
-def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """Calls that attend the same tensors, and a matrix product of about as many operations."""
-    generator = torch.Generator().manual_seed(length)
-    query, key, value = (
-        torch.randn(1, count, length, dim, generator=generator).to(dtype) for count in (heads, kv_heads, kv_heads)
-    )
+
+def time_attention(heads: int, kv_heads: int, dim: int, length: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
+    """Attention to the same tensors, and a matrix product of about as many operations: one record a way."""
+    query, key, value = (torch.randn(1, n, length, dim).to(common.DTYPES[dtype]) for n in (heads, kv_heads, kv_heads))
     out, lse = torch.empty(1, length, heads, dim), torch.empty(heads * length)
     repeated = [x.repeat_interleave(heads // kv_heads, 1) for x in (key, value)]
-    one, two = torch.randn(length, length).to(dtype), torch.randn(length, heads * dim).to(dtype)
+    one, two = (torch.randn(length, n).to(common.DTYPES[dtype]) for n in (length, heads * dim))
     nothing = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
 
     def ours() -> None:
@@ -51,27 +48,20 @@ def attention(heads: int, kv_heads: int, dim: int, length: int, dtype: torch.dty
     def flash() -> None:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, *repeated, 0.0, True, scale=dim**-0.5)
 
-    return {"hf_offload": ours, "torch": flash, "matmul": lambda: one @ two}
-
-
-def time_attention(shape: tuple[int, int, int], length: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """One record a way."""
-    heads, kv_heads, dim = shape
-    ways = attention(heads, kv_heads, dim, length, common.DTYPES[dtype])
+    ways = {"hf_offload": lambda: ours, "torch": lambda: flash, "matmul": lambda: lambda: one @ two}
     work = 2 * heads * dim * length**2  # of the causal half two products; the matrix product has one, of all
     facts = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "length": length, "dtype": dtype}
     records = []
-    for way, found in common.time_in_turns({way: lambda call=call: call for way, call in ways.items()}, rounds).items():
-        spread = common.percentiles(found)
+    for way, seconds in common.time_in_turns(ways, rounds).items():
+        spread = common.percentiles(seconds)
         records.append({"way": way, **facts, **spread, "gflops": work / spread["p50"] / 1e9})
-    _, torchs, product = (record["gflops"] for record in records)
-    return [r | {"of_torch": r["gflops"] / torchs, "of_matmul": r["gflops"] / product} for r in records]
+    _, torchs, products = (record["gflops"] for record in records)
+    return [r | {"of_torch": r["gflops"] / torchs, "of_matmul": r["gflops"] / products} for r in records]
 
 
 def read(model: PreTrainedModel, way: str, ids: torch.Tensor, chunk: int) -> tuple[float, float]:
     """Seconds of a prompt that is read with a cache of its own, and the MiB that it takes at the peak."""
-    model.set_attn_implementation("sdpa" if way == "DynamicCache" else "hybrid_sparse")
-    cache: Any = DynamicCache(config=model.config) if way == "DynamicCache" else hf_offload.HybridCache(model, "full")
+    cache = common.Row(way, POLICIES[way]).make_cache(model)
     gc.collect()
     trim_heap()  # what an earlier prompt has left
     before = common.resident_bytes()
@@ -85,39 +75,34 @@ def main(
     lengths: Annotated[str, typer.Option(help="Tokens that attend themselves.")] = "2k,8k",
     shapes: Annotated[str, typer.Option(help="Query heads x KV heads x head size.")] = "9x3x64,16x4x128",
     dtypes: Annotated[str, typer.Option(help="Of queries, keys and values.")] = "bfloat16,float16,float32",
-    contexts: Annotated[str, typer.Option(help="Lengths of whole prompts; none: no model is loaded.")] = "2k,8k",
+    contexts: Annotated[str, typer.Option(help="Lengths of whole prompts.")] = "2k,8k",
     chunks: Annotated[str, typer.Option(help="Tokens of a forward; 0: the whole prompt.")] = "0,1k,4k",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
     *,
     setting: common.TextSetting,
 ) -> None:
     """Time attention and prompts."""
-    if setting.threads:
-        torch.set_num_threads(setting.threads)
+    model, tokenizer = setting.load()
     records: list[dict[str, Any]] = []
-    for shape in shapes.split(","):
-        heads, kv_heads, dim = map(int, shape.split("x"))
-        for dtype in common.listed(dtypes, common.DTYPES, "dtypes"):
-            for length in common.numbers(lengths):
-                records += time_attention((heads, kv_heads, dim), length, dtype, rounds)
+    kinds = common.listed(dtypes, common.DTYPES, "dtypes")
+    for shape, dtype, length in product(shapes.split(","), kinds, common.numbers(lengths)):
+        records += time_attention(*map(int, shape.split("x")), length, dtype, rounds)
     common.write_csv(setting.out, records)
     common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
-    if not contexts:
-        return
-    model, tokenizer = setting.load()
     prompts: list[dict[str, Any]] = []
     for context in common.numbers(contexts):
         ids = setting.window(tokenizer, "code", 0, context)
         read(model, "hf_offload", ids[:, :600], 0)  # compiles
-        each = [chunk for chunk in common.numbers(chunks) if chunk < context]
-        rows = [(way, chunk) for chunk in each for way in ("hf_offload", "DynamicCache")]
-        found: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-        for _, row in common.in_turns(rows, max(rounds // 2, 1)):
-            found[row].append(read(model, row[0], ids, row[1]))
-        for (way, chunk), times in found.items():
-            seconds, peaks = zip(*times, strict=True)
-            told = {"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds)}
-            prompts.append(told | {"peak_mib": statistics.median(peaks)})
+        sizes = [chunk for chunk in common.numbers(chunks) if chunk < context]
+        seconds, peaks = defaultdict(list), defaultdict(list)
+        rows = list(product(sizes, POLICIES))
+        for _, (chunk, way) in common.in_turns(rows, max(rounds // 2, 1)):
+            taken, peak = read(model, way, ids, chunk)
+            seconds[chunk, way].append(taken)
+            peaks[chunk, way].append(peak)
+        for chunk, way in rows:
+            told = {"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds[chunk, way])}
+            prompts.append(told | {"peak_mib": float(np.median(peaks[chunk, way]))})
     setting.write(prompts, "_prompts")
     common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
 

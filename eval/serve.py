@@ -10,7 +10,8 @@ document are answered at once: tokens a second of all together, while all of the
 
 Without `--llama-server` its row is left out. Built from the sources of llama-cpp-python's package, it is a program of
 `vendor/llama.cpp`: `cmake -B build -DGGML_NATIVE=ON -DLLAMA_BUILD_SERVER=ON` and `cmake --build build -t llama-server`.
-Both read the same weights in bfloat16. A document that llama.cpp has read for one chat is restored for the others.
+Both read the same weights in bfloat16, which that package writes. A document that llama.cpp has read for one chat is
+restored for the others.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import time
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import torch
 import typer
 from tqdm.auto import tqdm
@@ -34,9 +35,8 @@ ROWS = {
 
 
 @torch.inference_mode()
-def soak(row: common.Row, steps: int, context: int, every: int, threads: int) -> list[dict[str, Any]]:
+def soak(row: common.Row, steps: int, context: int, every: int) -> list[dict[str, Any]]:
     """Run one row; returns its samples, in bytes and objects."""
-    torch.set_num_threads(threads or torch.get_num_threads())
     model = common.random_llama(vocab_size=256, num_hidden_layers=2)
     cache, chance = row.make_cache(model), random.Random(0)
     vocabulary, start, samples = model.config.vocab_size, time.perf_counter(), []
@@ -62,28 +62,23 @@ def soak(row: common.Row, steps: int, context: int, every: int, threads: int) ->
     return samples
 
 
-def slope(samples: list[dict[str, Any]], key: str) -> float:
-    """Growth a step, of a straight line through the second half of the samples."""
-    half = samples[len(samples) // 2 :]
-    return float(np.polyfit([s["step"] for s in half], [s[key] for s in half], 1)[0])
-
-
 def main(
     rows: common.RowsOption = ["scout-one,scout-split"],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Decode steps a row.", min=8)] = 10_000,
     context: Annotated[int, typer.Option(help="Tokens at which the context is cropped to a quarter.", min=512)] = 2048,
     every: Annotated[int, typer.Option(help="Steps between two samples.", min=1)] = 50,
-    threads: common.ThreadsOption = 0,
     out: common.OutOption = common.RESULTS / "soak.csv",
 ) -> None:
     """Measure what stays in memory over thousands of decode steps."""
     samples, table = [], []
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
         for row in common.rows_of(rows, known=ROWS):
-            mine = processes.apply(soak, (row, steps, context, every, threads))
+            mine = processes.apply(soak, (row, steps, context, every))
             samples += mine
-            grown = {"bytes a step": slope(mine, "rss_bytes"), "objects a step": slope(mine, "objects")}
-            table.append({"row": row.name, "MiB at the end": mine[-1]["rss_bytes"] / 2**20} | grown)
+            table.append({"row": row.name, "MiB at the end": mine[-1]["rss_bytes"] / 2**20})
+            half = pd.DataFrame(mine[len(mine) // 2 :])
+            for what in ("rss_bytes", "objects"):
+                table[-1][f"{what} a step"] = float(np.polyfit(half.step, half[what], 1)[0])
     common.write_csv(out, samples)
     common.show(f"Growth in the second half of {steps:,} steps, context up to {context:,} tokens", table)
 

@@ -17,12 +17,10 @@ percentiles every number that differs is compared.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,8 +29,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
+import pandas as pd
 import typer
+from pandas.api.types import is_any_real_numeric_dtype
 from tqdm import tqdm
 
 import common
@@ -42,9 +41,6 @@ from turns import SOCKET
 EVAL = Path(__file__).parent
 ROOT = EVAL.parent
 FIGURES = ("p50", "p20")
-TAIL = 30  # lines of a script that failed
-
-Rows = list[dict[str, str]]
 
 
 def git(*arguments: str) -> bytes:
@@ -77,13 +73,8 @@ class Side:
         """Wait until the script gives up its turn or ends."""
         self.running = bool(self.giver.recv(1))
         if not self.running and self.process.wait():
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:])
+            tail = self.log.read_text(errors="replace")[-5000:]
             raise RuntimeError(f"{self.name}: the script ended with status {self.process.returncode}\n{tail}")
-
-    def rows(self) -> Rows:
-        """What the script has written."""
-        with self.csv.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
 
     def close(self) -> None:
         """End the process."""
@@ -93,7 +84,7 @@ class Side:
         self.folder.cleanup()
 
 
-def run(packages: Mapping[str, Path], command: Sequence[Any], bar: tqdm[Any]) -> list[Rows]:
+def run(packages: Mapping[str, Path], command: Sequence[Any], bar: tqdm[Any]) -> list[pd.DataFrame]:
     """Run the script once with each package, in turns; what each has written."""
     with ExitStack() as stack:
         sides = []
@@ -107,36 +98,27 @@ def run(packages: Mapping[str, Path], command: Sequence[Any], bar: tqdm[Any]) ->
                 side.giver.sendall(b".")
                 side.wait()
             bar.update()
-        return [side.rows() for side in sides]
+        return [pd.read_csv(side.csv, keep_default_na=False, na_values=[""]) for side in sides]
 
 
-def figure(cells: Sequence[str]) -> float | str:
-    """The median over the runs; of what is no number, what the first run tells."""
-    try:
-        return statistics.median(map(float, cells))
-    except ValueError:
-        return cells[0]
-
-
-def compare(base: Sequence[Rows], here: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Join what the other commit and this checkout have written in each run."""
+def compare(base: Sequence[pd.DataFrame], here: Sequence[pd.DataFrame]) -> list[dict[str, Any]]:
+    """Join what the other commit and this checkout have written in each run; of no number what the first run tells."""
     runs = [*base, *here]
-    if len({len(rows) for rows in runs}) > 1:
+    if len({len(run) for run in runs}) > 1:
         raise ValueError(f"the other commit has {len(base[0])} rows and this one {len(here[0])}")
-    meta = common.environment()
-    columns = [column for column in base[0][0] if column in here[0][0] and column not in meta]
-    equal = [c for c in columns if all(len({row[c] for row in same}) == 1 for same in zip(*runs, strict=True))]
+    about = set(common.environment()) - {"threads"}  # those of the scripts, not of this one, which computes nothing
+    columns = [column for column in base[0] if column in here[0] and column not in about]
+    equal = [column for column in columns if all(run[column].equals(here[0][column]) for run in runs)]
     compared = [c for c in FIGURES if c in columns] or [c for c in columns if c not in equal]
-    records = []
-    for number, first in enumerate(here[0]):
-        record: dict[str, Any] = {column: first[column] for column in equal if column not in compared}
-        for column in compared:
-            old, new = (figure([rows[number][column] for rows in side]) for side in (base, here))
-            record |= {f"{column}_base": old, column: new}
-            if isinstance(old, float) and isinstance(new, float):
-                record[f"{column}_ratio"] = new / old if old else None
-        records.append(record)
-    return records
+    found = here[0][[column for column in equal if column not in compared]].copy()
+    for column in compared:
+        numeric = all(is_any_real_numeric_dtype(run[column]) for run in runs)
+        for name, side in ((f"{column}_base", base), (column, here)):
+            cells = pd.concat([run[column] for run in side], axis=1)
+            found[name] = cells.median(axis=1) if numeric else cells.iloc[:, 0]
+        if numeric:
+            found[f"{column}_ratio"] = found[column] / found[f"{column}_base"].where(lambda old: old != 0)
+    return found.astype(object).where(found.notna(), None).to_dict("records")
 
 
 def main(
@@ -147,23 +129,15 @@ def main(
     out: common.OutOption = common.RESULTS / "versus.csv",
 ) -> None:
     """Run a script on two commits in turns."""
-    path = EVAL / f"{script}.py"
-    if not path.is_file():
-        raise typer.BadParameter(f"--script {script}: there is no eval/{script}.py")
     base = git("rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}").decode().strip()
-    found: list[list[Rows]] = []
     with tempfile.TemporaryDirectory() as folder, tqdm(desc="turns", unit="turn") as bar:
         archive = git("archive", "--format=tar", base, "hf_offload")
         subprocess.run(["tar", "--extract", f"--directory={folder}"], input=archive, check=True)
         packages = {base: Path(folder), "this checkout": ROOT}
-        for _ in range(runs):
-            found.append(run(packages, [path, *(arguments or [])], bar))
-    old, new = zip(*found, strict=True)
-    # The results tell the threads of the scripts, not of this one, which computes nothing.
-    torch.set_num_threads(int(new[0][0]["threads"]))
-    records = [{"base": base, "script": script, "runs": runs, **record} for record in compare(old, new)]
-    common.write_csv(out, records)
-    common.show(f"{base} (base) and this checkout", [dict(list(record.items())[3:]) for record in records])
+        found = [run(packages, [EVAL / f"{script}.py", *(arguments or [])], bar) for _ in range(runs)]
+    records = compare(*zip(*found, strict=True))
+    common.write_csv(out, [{"base": base, "script": script, "runs": runs, **record} for record in records])
+    common.show(f"{base} (base) and this checkout", records)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ RUNS = {
         lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
 }  # fmt: skip
 SLOW = {
-    "kernels": Run("bench_cpu", "--sections torch,pairs --dtypes bf16 --rounds 2",
-        lambda rows: {"read", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
+    "kernels": Run("bench_cpu", "--sections decode,scoring --dtypes bf16 --threads 1 --rounds 2",
+        lambda rows: {"read", "choose_blocks", "blocks", "draw_pairs", "pairs"} <= {row["case"] for row in rows},
         {"POOL_BYTES": 1 << 26}),
     "soak": Run("soak", "--rows full:tier=one --steps 60 --every 10 --context 512",
         lambda rows: len(rows) == 6 and min(column(rows, "rss_bytes")) > 0),
@@ -142,16 +142,29 @@ def test_every_way_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch:
     class Here:
         """What is asked of a process, done in this one."""
 
-        def __init__(self, way: str, *how: Any) -> None:
-            self.way, self.peak, self.pool = way, 3 * 2**20, SimpleNamespace(shutdown=lambda: None)
-            self.serving = peers.WithTransformers(way, *how)
+        def __init__(self, workers: int, context: Any, begin: Callable[..., None], how: tuple[Any, ...]) -> None:
+            begin(*how)
+            self.way = peers._way
 
-        def call(self, method: str, *rest: Any) -> Any:
-            return getattr(self.serving, method)(*rest)
+        def submit(self, work: Callable[..., Any], *arguments: Any) -> SimpleNamespace:
+            monkeypatch.setattr(peers, "_way", self.way)
+            result = work(*arguments)
+            return SimpleNamespace(result=lambda: result)
 
     monkeypatch.setattr(peers, "tokenizer_of", lambda _: letters())
-    monkeypatch.setattr(peers, "Process", Here)
-    options = ["--contexts", "40,320", "--budget", "192", "--steps", "2", "--rounds", "2", "--dtype", "float32"]
+    monkeypatch.setattr(peers, "ProcessPoolExecutor", Here)
+    options = [
+        "--contexts",
+        "40,320",
+        "--policy",
+        "scout:budget=192",
+        "--steps",
+        "2",
+        "--rounds",
+        "2",
+        "--dtype",
+        "float32",
+    ]
     options += ["--ways", "hf_offload,DynamicCache,StaticCache", "--picture", str(tmp_path / "peers.svg")]
     rows = run("peers", tmp_path / "out.csv", *options)
     kl = {(row["way"], row["context"]): abs(float(row["kl"])) for row in rows}

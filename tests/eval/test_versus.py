@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -62,15 +63,22 @@ def invoke(checkout, *arguments):
     return CliRunner().invoke(common.command(versus.main), options)
 
 
-def test_two_commits_take_turns(checkout, monkeypatch):
-    monkeypatch.setattr(versus.torch, "set_num_threads", lambda threads: None)
+def test_two_commits_take_turns(checkout):
     result = invoke(checkout, "--", str(checkout / "log"), "9")
     assert result.exit_code == 0, result.output
     order = (checkout / "log").read_text().splitlines()
     assert order == ["2 prepares", "1 prepares", "1 0", "2 0", "2 1", "1 1", "1 2", "2 2"]
     with (checkout / "out.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    told = {"script": "steps", "row": "scout", "p50_base": "4", "p50": "2", "p50_ratio": "0.5", "p20_ratio": "0.5"}
+    told = {
+        "script": "steps",
+        "row": "scout",
+        "p50_base": "4",
+        "p50": "2",
+        "p50_ratio": "0.5",
+        "p20_ratio": "0.5",
+        "threads": "3",
+    }
     assert told.items() <= row.items()
     assert row["base"] == versus.git("rev-parse", "--short=12", "HEAD").decode().strip()
     assert "p80_base" not in row
@@ -84,7 +92,7 @@ def test_what_fails_or_cannot_be_compared_is_told_and_no_process_is_left(checkou
     assert "the script ended with status 1" in str(result.exception)
     assert not (checkout / "out.csv").exists()
     assert all(process.poll() is not None for process in made)
-    assert "nonesuch" in invoke(checkout, "--script", "nonesuch").output
+    assert "nonesuch" in str(invoke(checkout, "--script", "nonesuch").exception)
     result = CliRunner().invoke(common.command(versus.main), ["nonesuch", "--script", "steps"])
     assert (result.exit_code, "revision" in result.output) == (2, True)
 
@@ -93,12 +101,13 @@ def test_numbers_are_medians_over_runs():
     """Of a script without percentiles all that differs is compared."""
 
     def rows(*times):
-        return [[{"row": "a", "p50": str(one), "p80": str(one + 1), "commit": "c"}] for one in times]
+        return [pd.DataFrame({"row": ["a"], "p50": one, "p80": one + 1, "commit": "c"}) for one in times]
 
     assert versus.compare(rows(4, 2, 9), rows(3, 1, 2)) == [{"row": "a", "p50_base": 4, "p50": 2, "p50_ratio": 0.5}]
-    base = [{"row": "a", "kl": "0.5", "same": "True", "top1": "1"}]
-    (found,) = versus.compare([base], [[{"row": "a", "kl": "0", "same": "False", "top1": "1"}]])
-    differs = {"kl_base": 0.5, "kl": 0, "kl_ratio": 0, "same_base": "True", "same": "False"}
-    assert found == {"row": "a", "top1": "1", **differs}
+    base = pd.DataFrame({"row": ["a", "b"], "kl": [0.5, 0], "same": True, "top1": 1})
+    found = versus.compare([base], [base.assign(kl=[0, 1], same=False)])
+    differs = {"kl_base": 0.5, "kl": 0, "kl_ratio": 0, "same_base": True, "same": False}
+    assert found[0] == {"row": "a", "top1": 1, **differs}
+    assert found[1] == {"row": "b", "top1": 1, **differs, "kl_base": 0, "kl": 1, "kl_ratio": None}
     with pytest.raises(ValueError, match="the other commit has 2 rows and this one 1"):
-        versus.compare([2 * base], [base])
+        versus.compare([base], [base[:1]])
