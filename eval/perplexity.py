@@ -35,16 +35,14 @@ BLOCK_SIZE, CHUNK = 32, 512
 GRID = [f"hgca-{ratio}-{beta}" for ratio in (0.1, 0.25, 0.5, 0.75) for beta in (0.25, 0.5, 0.75, 1)]
 
 
-def shares_of(texts: list[str], tokens: int, tier: str | None) -> dict[str, Any]:
+def shares_of(texts: list[str], tokens: int) -> dict[str, Any]:
     """Of a `--row`'s texts and of the grid the rows that attend shares of so many tokens, by name."""
     rows: dict[str, Any] = {"grid": GRID}
     for name in re.findall(r"hgca-[\d.]+-[\d.]+|window-\d*\.\d+", ",".join([*texts, *GRID])):
         policy, share, *beta = name.split("-")
         newest = math.ceil(float(share) * tokens / BLOCK_SIZE) * BLOCK_SIZE
         knobs = {"window": newest, "beta": float(*beta)} if beta else {"budget": newest}
-        rows[name] = common.Row(
-            name, policy, knobs | {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
-        )
+        rows[name] = common.Row(name, policy, knobs | {"block_size": BLOCK_SIZE})
     return rows
 
 
@@ -64,13 +62,17 @@ def reference(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def decode(model: PreTrainedModel, row: common.Row, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Losses `[B, T]` of a row for tokens 1… of the sequences `[B, T + 1]`, decoded one by one; kept share and time."""
+    """Losses `[B, T]` of a row for tokens 1… of the sequences `[B, T + 1]`, decoded one by one, and what it took."""
     cache, losses, start = row.make_cache(model), [], time.perf_counter()
     for at in tqdm(range(1, ids.shape[1]), desc=row.name, unit="token", delay=5, leave=False):
         logits = model(ids[:, at - 1, None], past_key_values=cache).logits
         losses.append(loss(logits, ids[:, at, None]))
     milliseconds = 1000 * (time.perf_counter() - start) / len(losses)
-    return torch.cat(losses, 1), {"kept_share": cache.stats().as_dict().get("kept_share"), "ms_per_step": milliseconds}
+    facts = {"attended": row.options.get("window", row.options.get("budget"))}
+    facts |= {"kept_share": cache.stats().as_dict().get("kept_share"), "ms_per_step": milliseconds}
+    if share := re.fullmatch(r"hgca-([\d.]+)-([\d.]+)", row.name):
+        facts |= {"ratio": float(share[1]), "beta": float(share[2])}
+    return torch.cat(losses, 1), facts
 
 
 def told(nll: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
@@ -99,28 +101,22 @@ def main(
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     kinds = common.kinds_of(texts)
-    chosen = common.rows_of(rows, tier, known=shares_of(rows, tokens, tier))
-    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
-    progress = setting.records(("row", "kind"), chosen, **about)
+    chosen = common.rows_of(rows, tier, known=shares_of(rows, tokens))
     model, tokenizer = setting.load()
+    common.check_rows(chosen, model)
     starts = [(kind, common.OFFSETS[kind][0] + number * tokens) for kind in kinds for number in range(batch)]
     ids = torch.cat([setting.window(tokenizer, kind, start, tokens + 1) for kind, start in starts]).to(model.device)
-    places = {kind: slice(number * batch, (number + 1) * batch) for number, kind in enumerate(kinds)}
-    with torch.inference_mode():
-        full = reference(model, ids)
-        records = [{"row": common.FULL.name, "kind": k} | told(full[p], full[p]) for k, p in places.items()]
-        common.check_rows(chosen, model)
-        for row in tqdm(chosen):
-            if (row.name, kinds[-1]) not in progress.found:
-                nll, facts = decode(model, row, ids)
-                knobs = {"attended": row.options.get("window", row.options.get("budget"))}
-                if share := re.fullmatch(r"hgca-([\d.]+)-([\d.]+)", row.name):
-                    knobs |= {"ratio": float(share[1]), "beta": float(share[2])}
-                for kind, place in places.items():
-                    progress.add({"row": row.name, "kind": kind} | knobs | told(nll[place], full[place]) | facts)
-            records += [progress.found[row.name, kind] for kind in kinds]
-            setting.write(records)
-    progress.remove()
+
+    def read(_: dict[str, Any]) -> torch.Tensor:
+        return reference(model, ids)
+
+    def measure(full: torch.Tensor, row: common.Row) -> list[dict[str, Any]]:
+        nll, facts = (full, {}) if row is common.FULL else decode(model, row, ids)
+        each = zip(kinds, nll.split(batch), full.split(batch), strict=True)
+        return [{"kind": kind} | told(mine, other) | facts for kind, mine, other in each]
+
+    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
+    records = common.over_texts(setting, [common.FULL, *chosen], [{}], read, measure, **about)
     columns = ("row", "kind", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")
     common.show("nats a token more than full attention", records, columns)
 

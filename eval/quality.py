@@ -52,7 +52,6 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 import torch
 import typer
-from tqdm import tqdm
 from transformers import Cache, PreTrainedTokenizerBase
 
 import common
@@ -61,7 +60,7 @@ from context_attention import read_bytes
 from hf_offload.tools import assets, measuring
 from plotting import plot
 from tasks.answers import Reading, answer
-from tasks.prompts import Prompter
+from tasks.prompts import Prompt, Prompter
 from tasks.run import Asking, run
 from tasks.samples import Sample
 
@@ -102,13 +101,10 @@ for _name, _knobs in VARIANTS.items():
     _two = {} if _knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
     KNOWN[_name] = common.Row(_name, "scout", {"budget": 1024} | _knobs | _two)
 
-Place = dict[str, Any]
-"""Which text: columns of the results."""
-
 
 @dataclass(frozen=True)
-class Options:
-    """What is asked for, beside a model and texts."""
+class Options(common.TextSetting):
+    """What is asked for, of which model and texts."""
 
     rows: common.RowsOption = field(default_factory=list)
     contexts: Annotated[str | None, typer.Option(help="Lengths; k is 1,024 [default: 6k, or 6500].")] = None
@@ -122,70 +118,50 @@ class Options:
     records: Annotated[int, typer.Option(min=10, max=240, help="extraction: records of a list.")] = 200
 
 
+Place = dict[str, Any]
+"""Which text: columns of the results."""
+Lines = list[dict[str, Any]]
+"""Further columns of the results."""
+
+
 class Ask:
-    """What is asked of every row, on some texts; by default with these rows, contexts, steps and limit."""
+    """What is asked of every row about some texts; by default with these rows, contexts, steps and limit.
+
+    A subclass has `places()`, the texts, `read(place)`, what all rows share of one, and `measure(read, row)`, what a
+    row makes of that.
+    """
 
     FILE: str
     ROWS: str
     CONTEXTS, STEPS, LIMIT = "6k", 192, 8
-    SIZES: tuple[str, ...] = ()
-    """Columns that are the same in all rows of the results."""
 
-    def __init__(self, options: Options, setting: common.TextSetting) -> None:
-        self.options, self.tier, self.kinds = options, options.tier, common.kinds_of(options.kinds)
-        self.setting = setting if setting.out != common.OUT else replace(setting, out=common.RESULTS / self.FILE)
-        self.contexts = common.numbers(options.contexts or self.CONTEXTS)
+    def __init__(self, options: Options) -> None:
+        self.options = replace(options, out=common.RESULTS / self.FILE) if options.out == common.OUT else options
+        self.kinds, self.contexts = common.kinds_of(options.kinds), common.numbers(options.contexts or self.CONTEXTS)
         self.steps, self.limit = options.steps or self.STEPS, options.limit or self.LIMIT
-
-    def rows(self) -> list[common.Row]:
-        """The rows that are asked."""
-        return common.rows_of(self.options.rows or [self.ROWS], self.tier, known=KNOWN)
-
-    def places(self) -> Iterator[Place]:
-        """The texts."""
-        raise NotImplementedError
-
-    def read(self, place: Place) -> Any:
-        """What all rows share of a text."""
-        raise NotImplementedError
-
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
-        """What a row makes of it; None: it is not asked."""
-        raise NotImplementedError
+        self.rows = common.rows_of(options.rows or [self.ROWS], options.tier, known=KNOWN)
 
     def run(self) -> None:
         """Ask every row about every text, and report."""
-        rows, sizes = self.rows(), {"steps": self.steps, "tier": self.tier, "records": self.options.records}
-        about = sizes | {"ask": self.FILE, "needles": self.options.needles, "prose": self.setting.source}
-        kept = self.setting.records(("row", "place"), rows, **about)
-        sizes |= {"text_tokens": max(self.contexts), "asked": self.options.records // 10}
-        same = {name: sizes[name] for name in self.SIZES}
-        self.model, self.tokenizer = self.setting.load()
-        self.model.set_attn_implementation("hybrid_sparse")
-        common.check_rows(rows, self.model)
-        places = list(self.places())
-        with tqdm(total=len(places) * len(rows)) as bar, torch.inference_mode():
-            for place in places:
-                context, called = None, ", ".join(map(str, place.values()))
-                for row in rows:
-                    bar.set_description(f"{called}: {row.name}")
-                    key = {"row": row.name, "place": called}
-                    if kept.key(key) not in kept.found:
-                        context = self.read(place) if context is None else context
-                        if (found := self.measure(context, row)) is not None:
-                            kept.add(key | place | found)
-                    bar.update()
-                lines = [{k: v for k, v in r.items() if k != "place"} | same for r in kept.found.values()]
-                self.setting.write(lines)
-        self.report(lines)
-        kept.remove()
+        options = self.options
+        self.model, self.tokenizer = options.load()
+        common.check_rows(self.rows, self.model)
+        about = {"ask": self.FILE, "steps": self.steps, "records": options.records, "needles": options.needles}
+        about |= {"tier": options.tier, "prose": options.source}
+        self.report(common.over_texts(options, self.rows, list(self.places()), self.read, self.measure, **about))
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
+    def report(self, lines: Lines) -> None:
         """Tell what has been found."""
-        means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
-        by = ["context", "row"] if "context" in means else ["row"]
-        table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
-        common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
+        frame = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "steps", "number"], errors="ignore")
+        by = ["context", "row"] if "context" in frame else ["row"]
+        common.show("means over the texts", frame.groupby(by, sort=False).mean(numeric_only=True).reset_index())
+
+    def decode(
+        self, row: common.Row, reading: measuring.Reading, **knobs: Any
+    ) -> tuple[hf_offload.HybridCache, torch.Tensor, list[float]]:
+        """A row's cache after what follows a reading, with its log-probabilities `[N, V]` and seconds of each step."""
+        cache = measuring.hold(self.model, row.policy, {**row.options, **knobs}, reading)
+        return cache, *measuring.follow(self.model, cache, reading.following)
 
 
 COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
@@ -217,7 +193,7 @@ def draw(source: Path) -> None:
 class Text(Ask):
     """KL on running text, and what a step costs."""
 
-    FILE, ROWS, LIMIT, SIZES = "quality.csv", "methods", 1, ("text_tokens", "steps", "tier")
+    FILE, ROWS, LIMIT = "quality.csv", "methods", 1
 
     def places(self) -> Iterator[Place]:
         for length in self.contexts:
@@ -225,62 +201,47 @@ class Text(Ask):
                 for start in common.OFFSETS[kind][: self.limit]:
                     yield {"context": length, "kind": kind, "start": start}
 
-    def read(self, place: Place) -> tuple[measuring.Reading, list[Any] | None]:
+    def read(self, place: Place) -> tuple[measuring.Reading, list[Any]]:
         length, kind, start = place.values()
-        hidden = None
-        if self.options.needles and start == common.OFFSETS[kind][0]:
-            hidden = self._found_by_full(kind, length)
-        ids = self.setting.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
-        return measuring.read(self.model, ids, self.steps), hidden
+        ids = self.options.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
+        first = start == common.OFFSETS[kind][0]
+        return measuring.read(self.model, ids, self.steps), self.found_by_full(kind, length) if first else []
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
-        (reading, hidden), model = context, self.model
-        tier = row.options.get("tier", self.tier)
-        tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
-        line: dict[str, Any] = {}
-        for one in tiers:
-            options = {**row.options, **({} if one is None else {"tier": one})}
-            try:
-                cache = measuring.hold(model, row.policy, options, reading)
-            except ValueError:
-                if one != "split" or len(tiers) == 1:
-                    raise
-                continue  # a method that needs one memory
-            logprobs, seconds = measuring.follow(model, cache, reading.following)
+    def found_by_full(self, kind: str, tokens: int) -> list[Any]:
+        """The hidden numbers that full attention finds, with what their prompts are for all rows."""
+        prompter, found = Prompter(self.model, self.tokenizer, None, chat=True), []
+        seeds = range(self.options.needles)
+        for sample in numbers_in(self.options.text(kind), kind, seeds, self.tokenizer, tokens):
+            prompt = prompter(sample)
+            hidden = Reading(self.model, prompt.ids.to(self.model.device)), prompt, sample
+            if self.finds(common.row_of("full"), *hidden):
+                found.append(hidden)
+        return found
+
+    def finds(self, row: common.Row, reading: Reading, prompt: Prompt, sample: Sample) -> bool:
+        """Whether a row's answer has the hidden number."""
+        return bool(answer(reading, row, "dense", prompt, sample, self.tokenizer)["score"] > 0)
+
+    def measure(self, context: Any, row: common.Row) -> Lines:
+        (reading, hidden), line = context, {}
+        both = "tier" not in row.options and self.model.device.type == "cpu"
+        for knobs in ({"tier": "split"}, {"tier": "one"}) if both else ({},):
+            cache, logprobs, seconds = self.decode(row, reading, **knobs)
             kl, top1 = measuring.divergence(logprobs, reading.full)
             host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
             if host is not None:
                 line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
-            lines = cache.layers[0].store.num_kv_heads * len(cache.layers)
             pace = 1000 * statistics.median(seconds[measuring.WARM_UP :] or seconds)
             line |= {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": stats["attended_tokens"]}
-            line["read"] = read_bytes(model, row, cache)[0] / lines / 2**10
-        if hidden is None:
-            return line
-        asked = row if self.tier is None else replace(row, options={"tier": self.tier, **row.options})
-        found = [self._finds(asked, *one) for one in hidden]
-        return line | {"found": sum(found) / len(found) if found else None}
+            heads = cache.layers[0].store.num_kv_heads * len(cache.layers)
+            line["read"] = read_bytes(self.model, row, cache)[0] / heads / 2**10
+        if self.options.needles:
+            line["found"] = statistics.mean(self.finds(row, *one) for one in hidden) if hidden else None
+        return [line | {"text_tokens": max(self.contexts), "steps": self.steps, "tier": self.options.tier}]
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
+    def report(self, lines: Lines) -> None:
         super().report(lines)
-        draw(self.setting.out)
-
-    def _found_by_full(self, kind: str, tokens: int) -> list[Any]:
-        """The hidden numbers that full attention finds, with what their prompts are for all rows."""
-        prompter = Prompter(self.model, self.tokenizer, None, chat=True)
-        samples = numbers_in(self.setting.text(kind), kind, range(self.options.needles), self.tokenizer, tokens)
-        prompts = [prompter(sample) for sample in samples]
-        if any(prompt.whole > prompt.ids.shape[1] for prompt in prompts):
-            raise typer.BadParameter(
-                f"{tokens} tokens, a question and its answer exceed the model's {prompter.positions} positions: give "
-                "shorter --contexts, or no --needles"
-            )
-        readings = [Reading(self.model, prompt.ids.to(self.model.device)) for prompt in prompts]
-        every = zip(readings, prompts, samples, strict=True)
-        return [one for one in every if self._finds(common.row_of("full"), *one)]
-
-    def _finds(self, row: common.Row, reading: Reading, prompt: Any, sample: Sample) -> bool:
-        return bool(answer(reading, row, "dense", prompt, sample, self.tokenizer)["score"] > 0)
+        draw(self.options.out)
 
 
 NEW_TOKENS = 24
@@ -290,18 +251,15 @@ def numbers_in(
     text: str, kind: str, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase, tokens: int
 ) -> list[Sample]:
     """A hidden number for each seed, in prompts of about so many tokens."""
-    found = []
+    samples = []
     for seed in seeds:
-        try:
-            needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
-        except ValueError as error:
-            raise typer.BadParameter(f"{kind}: {error}") from None
+        needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
 
         def score(answer: str, needle: assets.Needle = needle) -> float:
             return 100.0 * needle.found_in(answer)
 
-        found.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
-    return found
+        samples.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
+    return samples
 
 
 class Needle(Ask):
@@ -315,17 +273,16 @@ class Needle(Ask):
 
         def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
             seeds = range(kinds.index(kind), self.limit * len(kinds), len(kinds))
-            return numbers_in(self.setting.text(kind), kind, seeds, tokenizer, tokens)
+            return numbers_in(self.options.text(kind), kind, seeds, tokenizer, tokens)
 
         asking = Asking(rows=self.options.rows or [self.ROWS], limit=self.limit)
-        source = {"kinds": kinds, "tokens": tokens, "prose": self.setting.source}
-        run("Needles", kinds, hidden, asking, self.setting, **source)
+        run("Needles", kinds, hidden, asking, self.options, kinds=kinds, tokens=tokens, prose=self.options.source)
 
 
 class Extraction(Ask):
     """Records copied out of a long list."""
 
-    FILE, SIZES = "extraction.csv", ("records", "asked", "tier")
+    FILE = "extraction.csv"
     ROWS = (
         "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,"
         "quest:budget=1024,hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,"
@@ -343,7 +300,7 @@ class Extraction(Ask):
         prompt = self.tokenizer.apply_chat_template(
             said, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )["input_ids"]
-        right = self.tokenizer(told, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        right = common.ids_of(self.tokenizer, told, prompt.device)
         # Fed are the prompt's last token and all of the answer but its own.
         ids = torch.cat([prompt, right], 1)[:, :-1].to(self.model.device)
         return measuring.read(self.model, ids, right.shape[1]), right[0]
@@ -362,14 +319,15 @@ class Extraction(Ask):
         )
         return question, json.dumps({key: held[key] for key in wanted}, indent=0)
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
+    def measure(self, context: Any, row: common.Row) -> Lines:
         reading, right = context
-        cache = measuring.hold(self.model, row.policy, dict(row.options), reading)
-        logprobs, _ = measuring.follow(self.model, cache, reading.following)
+        cache, logprobs, _ = self.decode(row, reading)
         kl, kept = measuring.divergence(logprobs, reading.full)
         mine, full = ((found.argmax(-1) == right).float().mean().item() for found in (logprobs, reading.full))
         told = {"kept": kept, "right": mine, "right_full": full, "kl": float(kl.mean())}
-        return told | {"attended": cache.stats().as_dict()["attended_tokens"]}
+        told |= {"attended": cache.stats().as_dict()["attended_tokens"]}
+        size = {"records": self.options.records, "asked": self.options.records // 10, "tier": self.options.tier}
+        return [told | size]
 
 
 class SecondTurn(Ask):
@@ -378,91 +336,90 @@ class SecondTurn(Ask):
     FILE, ROWS, CONTEXTS, STEPS = "second_turn.csv", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48
     FIRST = "What is this text about? Answer in one sentence."
 
-    def rows(self) -> list[common.Row]:
-        return [common.FULL, *super().rows()]
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.rows = [common.FULL, *self.rows]
 
     def places(self) -> Iterator[Place]:
         for seed in range(self.limit * len(self.kinds)):
             yield {"kind": self.kinds[seed % len(self.kinds)], "seed": seed}
 
-    def read(self, place: Place) -> dict[str, Any]:
+    def read(self, place: Place) -> tuple[assets.Needle, torch.Tensor, dict[str, Any]]:
+        """A number, full attention's answer to the first turn `[1, steps]`, and what it makes of both turns."""
         kind, seed = place.values()
-        text, tokens = self.setting.text(kind), self.contexts[0]
+        text, tokens = self.options.text(kind), self.contexts[0]
         needle = assets.random_needle(text, self.tokenizer, seed, tokens=tokens, question=self.FIRST)
-        prompt, cache = needle.prompt.to(self.model.device), common.FULL.make_cache(self.model)
-        first = self._generate(cache, prompt, self.steps, self.steps)
-        context = {"needle": needle, "prompt": prompt, "first": first}
-        context["full"] = self._second(context, common.FULL, cache)
-        return context | {"spoken": self.tokenizer.decode(first[0], skip_special_tokens=True).strip()}
+        cache = common.FULL.make_cache(self.model)
+        first, spoken = self.generate(cache, needle.prompt.to(self.model.device), self.steps, self.steps)
+        return needle, first, self.second(needle, first, cache) | {"first_answer": spoken}
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
+    def measure(self, context: Any, row: common.Row) -> Lines:
+        needle, first, full = context
         if row is common.FULL:
-            return context["full"] | {"first_answer": context["spoken"]}
-        if not context["full"]["found"] or context["needle"].found_in(context["spoken"]):
-            return None
+            return [full]
+        if not full["found"] or needle.found_in(full["first_answer"]):
+            return []
         cache: Any = row.make_cache(self.model)
-        common.prefill(self.model, cache, context["prompt"])
-        for token in context["first"][:, :-1].split(1, 1):
-            self.model(token, past_key_values=cache)
-        return self._second(context, row, cache) | {"kept_share": cache.stats().as_dict().get("kept_share")}
+        common.prefill(self.model, cache, needle.prompt.to(first.device))
+        common.decode(self.model, cache, first[:, :-1])
+        return [self.second(needle, first, cache) | {"kept_share": cache.stats().as_dict().get("kept_share")}]
 
-    def _second(self, context: dict[str, Any], row: common.Row, cache: Cache) -> dict[str, Any]:
-        """The answer to the second turn."""
-        row.activate(self.model)
-        ids = torch.cat([context["prompt"], context["first"], self.next_turn().to(self.model.device)], 1)
-        text = self.tokenizer.decode(self._generate(cache, ids, NEW_TOKENS)[0], skip_special_tokens=True).strip()
-        needle = context["needle"]
-        found = {"tokens": context["prompt"].shape[1], "number": needle.number}
-        return found | {"found": int(needle.found_in(text)), "answer": text}
+    def second(self, needle: assets.Needle, first: torch.Tensor, cache: Cache) -> dict[str, Any]:
+        """The answer to the second turn of a cache that holds the first one."""
+        following = common.ids_of(self.tokenizer, self.next_turn(), first.device)
+        ids = torch.cat([needle.prompt.to(first.device), first, following], 1)
+        _, text = self.generate(cache, ids, NEW_TOKENS)
+        told = {"tokens": needle.prompt.shape[1], "number": needle.number}
+        return told | {"found": int(needle.found_in(text)), "answer": text}
 
-    def next_turn(self) -> torch.Tensor:
-        """Token ids `[1, N]` of what follows an answer: its end, the next question, and the start of its answer."""
-        following, answer = f"\n\n{assets.QUESTION}\n", "An answer of 1234567 words."
-        if self.tokenizer.chat_template:
-            said = zip(("user", "assistant", "user"), ("Hello.", answer, assets.QUESTION), strict=True)
-            turns = [{"role": role, "content": content} for role, content in said]
-            text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-            following = text.partition(answer)[2]
-        return self.tokenizer(following, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    def next_turn(self) -> str:
+        """What follows an answer: its end, the next question, and the start of its answer."""
+        if not self.tokenizer.chat_template:
+            return f"\n\n{assets.QUESTION}\n"
+        answer = "An answer of 1234567 words."
+        said = zip(("user", "assistant", "user"), ("Hello.", answer, assets.QUESTION), strict=True)
+        turns = [{"role": role, "content": content} for role, content in said]
+        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return str(text).partition(answer)[2]
 
-    def _generate(self, cache: Cache, ids: torch.Tensor, most: int, least: int = 0) -> torch.Tensor:
-        """New tokens `[1, ≤ most]` after ids `[1, N]`, of which the cache holds a beginning."""
+    def generate(self, cache: Cache, ids: torch.Tensor, most: int, least: int = 0) -> tuple[torch.Tensor, str]:
+        """New tokens `[1, ≤ most]` after ids `[1, N]`, of which the cache holds a beginning, and their text."""
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
             max_new_tokens=most, min_new_tokens=least,
-        )  # fmt: skip
-        return out[:, ids.shape[1] :]
+        )[:, ids.shape[1] :]  # fmt: skip
+        return out, self.tokenizer.decode(out[0], skip_special_tokens=True).strip()
 
 
 class Error(Text):
     """The error that drawn keys tell of themselves."""
 
-    FILE, ROWS, STEPS, SIZES = "error_estimate.csv", "scout:samples=128,scout:samples=512", 300, ()
+    FILE, ROWS, STEPS = "error_estimate.csv", "scout:samples=128,scout:samples=512", 300
     FACTOR = 3.0
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
-        reading, _ = context
-        cache = measuring.hold(self.model, row.policy, {**row.options, "check_every": 1}, reading)
-        measuring.follow(self.model, cache, reading.following)
-        layers = cache.stats().as_dict()["layers"]
-        return {"points": [[layer["layer"], *pair] for layer in layers for pair in layer["checked_errors"]]}
+    def measure(self, context: Any, row: common.Row) -> Lines:
+        cache, *_ = self.decode(row, context[0], check_every=1)
+        return [
+            {"samples": row.options["samples"], "layer": layer["layer"], "estimated": estimated, "true": true}
+            for layer in cache.stats().as_dict()["layers"]
+            for estimated, true in layer["checked_errors"]
+        ]
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
+    def report(self, lines: Lines) -> None:
         """Write lines by samples and layer in place of the points, and draw these."""
-        columns = ["samples", "layer", "estimated", "true"]
-        rows = [[int(r["row"].partition("samples=")[2].split(",")[0]), *point] for r in lines for point in r["points"]]
-        points, lines = pd.DataFrame(rows, columns=columns), []
+        points, found = pd.DataFrame(lines), []
+        points["within"] = points.true <= self.FACTOR * points.estimated
+        contexts = (self.options.contexts or self.CONTEXTS).replace(",", " ")
+        size = {"contexts": contexts, "kinds": " ".join(self.kinds), "steps": self.steps}
         for samples, mine in points.groupby("samples"):
             for layer, each in [("all", mine), *mine.groupby("layer")]:
-                within = (each.true <= self.FACTOR * each.estimated).mean()
                 roots = {name: math.sqrt((each[name] ** 2).mean()) for name in ("estimated", "true")}
-                lines.append({"samples": samples, "layer": layer, "points": len(each), "within": within} | roots)
-        contexts = " ".join(f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in self.contexts)
-        size = {"contexts": contexts, "kinds": " ".join(self.kinds), "steps": self.steps}
-        self.setting.write([line | size for line in lines])
-        common.show("errors of the softmax's sum", [line for line in lines if line["layer"] == "all"])
+                line = {"samples": samples, "layer": layer, "points": len(each), "within": each.within.mean()}
+                found.append(line | roots | size)
+        self.options.write(found)
+        common.show("errors of the softmax's sum", [line for line in found if line["layer"] == "all"])
         each = list(points.groupby("samples"))
-        with plot(self.setting.beside(".png"), 1, len(each), figsize=(5.5 * len(each), 5), squeeze=False) as axes:
+        with plot(self.options.beside(".png"), 1, len(each), figsize=(5.5 * len(each), 5), squeeze=False) as axes:
             for one, (samples, mine) in zip(axes.flat, each, strict=True):
                 one.scatter(mine.estimated.clip(1e-6), mine.true.clip(1e-6), c=mine.layer, s=2)
                 for factor, style in ((1.0, "solid"), (self.FACTOR, "dashed")):
@@ -477,11 +434,10 @@ ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn":
 def main(
     ask: Annotated[Literal[*ASKS], typer.Option(help="What is asked.")] = "text",
     *,
-    options: Options,
-    setting: common.TextSetting = common.EXACT_TEXT,
+    options: Options = Options(dtype="float32"),
 ) -> None:
     """Compare policies with full attention, and say what they cost."""
-    ASKS[ask](options, setting).run()
+    ASKS[ask](options).run()
 
 
 if __name__ == "__main__":

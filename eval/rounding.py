@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm import tqdm
 from transformers import AttentionInterface, PreTrainedModel
 
 import common
@@ -128,23 +127,23 @@ def main(
 ) -> None:
     """Compare ways to decode the same tokens."""
     chosen, names = common.rows_of(rows), common.listed(ways, WAYS, "ways")
+    places = [{"context": n, "kind": kind} for n in common.numbers(contexts) for kind in common.kinds_of(kinds)]
     model, tokenizer = setting.load()
-    model.set_attn_implementation("hybrid_sparse")
     common.check_rows(chosen, model)
-    places = [(length, kind) for length in common.numbers(contexts) for kind in common.kinds_of(kinds)]
-    lines: list[dict[str, Any]] = []
-    with tqdm(total=len(places) * len(chosen) * len(names)) as bar, torch.inference_mode():
-        for length, kind in places:
-            ids = setting.window(tokenizer, kind, common.OFFSETS[kind][0], length + steps)
-            reading = measuring.read(model, ids.to(model.device), steps)
-            for row in chosen:
-                held = partial(measuring.hold, model, row.policy, row.options, reading)
-                want = plain(model, row, reading, held())
-                for name in names:
-                    told = compared(WAYS[name](model, row, reading, held()), want)
-                    lines.append({"row": row.name, "context": length, "kind": kind, "steps": steps, "way": name} | told)
-                    bar.update()
-    setting.write(lines)
+
+    def read(place: dict[str, Any]) -> measuring.Reading:
+        kind = place["kind"]
+        ids = setting.window(tokenizer, kind, common.OFFSETS[kind][0], place["context"] + steps)
+        return measuring.read(model, ids.to(model.device), steps)
+
+    def measure(reading: measuring.Reading, row: common.Row) -> list[dict[str, Any]]:
+        held = partial(measuring.hold, model, row.policy, row.options, reading)
+        want = plain(model, row, reading, held())
+        return [
+            {"steps": steps, "way": name} | compared(WAYS[name](model, row, reading, held()), want) for name in names
+        ]
+
+    common.over_texts(setting, chosen, places, read, measure, steps=steps, ways=names, prose=setting.source)
 
 
 if __name__ == "__main__":

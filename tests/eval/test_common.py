@@ -43,6 +43,7 @@ def test_csv_carries_what_the_result_depends_on(tmp_path: Path, monkeypatch: pyt
     """Of a file that a command names it tells the name, and not where it lay."""
     given = ["/home/me/novel.txt", "--row=fluxion:predictor=/a/p.safetensors,tau=0.1", "Qwen/Qwen3-8B"]
     monkeypatch.setattr("sys.argv", ["eval/quality.py", *given])
+    monkeypatch.setattr("__main__.__spec__", None)  # as of a script, and not of a module such as pytest
     path = tmp_path / "new" / "results.csv"
     common.write_csv(path, [{"row": "a", "ms": 1.23456789}, {"row": "b", "ms": 2, "note": "late"}])
     with path.open(newline="") as file:
