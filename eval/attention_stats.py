@@ -1,7 +1,7 @@
-"""Where does attention weight lie, and how are scores distributed, for a model and texts of your own?
+"""Where does attention weight lie, and how are scores distributed, for a model and a text of your own?
 
     python eval/attention_stats.py
-    python eval/attention_stats.py --layers 0,15,29 --head 4 --tokens 4096 --text novel.txt --text other.txt
+    python eval/attention_stats.py --layers 0,15,29 --head 4 --tokens 4096 --kinds prose --prose novel.txt
 
 The weights are the model's own: a text is read with sdpa, in chunks, and the queries that are looked at one by one with
 eager attention, which tells its weights. No more rows than these are kept.
@@ -22,8 +22,8 @@ OUT.csv has the windows; the others go beside it: OUT_heads.csv, OUT_positions.c
 
 from __future__ import annotations
 
-import itertools
 import math
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -35,9 +35,9 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 import common
-import hf_offload
 from plotting import plot
 
+START = 2000  # token of each text to begin with
 HOLDS = 0.99  # of a head's weight, Figure 4
 LINE = 0.9  # of a head's weight, Figure 5
 LEAST = 2.0**-149  # float32 above 0
@@ -49,19 +49,16 @@ def record(
 ) -> dict[int, list[torch.Tensor]]:
     """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-    before, cache, read = model.config._attn_implementation, DynamicCache(config=model.config), 0
-    try:
-        for position in positions:
-            if position > read:
-                model.set_attn_implementation("sdpa")
-                common.prefill(model, cache, ids[:, read:position], chunk=512)
-            model.set_attn_implementation("eager")
-            query, read = ids[:, position : position + 1], position + 1
-            weights = model(query, past_key_values=cache, output_attentions=True).attentions
-            for layer in layers:
-                found[layer].append(weights[layer][0, :, 0].float().cpu())
-    finally:
-        model.set_attn_implementation(before)
+    cache, read = DynamicCache(config=model.config), 0
+    for position in positions:
+        if position > read:
+            model.set_attn_implementation("sdpa")
+            common.prefill(model, cache, ids[:, read:position], chunk=512)
+        model.set_attn_implementation("eager")
+        query, read = ids[:, position : position + 1], position + 1
+        weights = model(query, past_key_values=cache, output_attentions=True).attentions
+        for layer in layers:
+            found[layer].append(weights[layer][0, :, 0].float().cpu())
     return found
 
 
@@ -109,13 +106,13 @@ def shape_of(weights: torch.Tensor) -> dict[str, np.ndarray]:
     }
 
 
-def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
+def draw_positions(rows: list[torch.Tensor], line: float, layer: int, head: int, path: Path) -> None:
     """Draw Figure 5: the weights of two queries over the positions, and the line of the later one."""
     with plot(path, figsize=(10, 4.5)) as axes:
         for weights, color in zip(rows[::-1], ("tab:gray", "tab:orange"), strict=True):
             axes.plot(weights, ".", markersize=2.5, color=color, label=f"as query {len(weights) - 1} sees it")
         above = f"those above hold {LINE:.0%} for query {len(rows[-1]) - 1}"
-        axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
+        axes.axhline(line, color="red", linewidth=1, label=above)
         axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
 
@@ -125,71 +122,52 @@ def main(
     head: Annotated[int, typer.Option(min=0, help="Query head of Figure 5; the last one if there are fewer.")] = 6,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
     queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
-    text: Annotated[
-        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="Texts [prose and code].")
-    ] = None,
-    start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
+    kinds: common.KindsOption = "prose,code",
     *,
-    setting: common.Setting = common.EXACT,
+    setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
     """Show where attention weight lies."""
-    asked = None if layers is None else common.numbers(layers)
+    asked, names = None if layers is None else common.numbers(layers), common.kinds_of(kinds)
     model, tokenizer = setting.load()
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
-    if not whole:
-        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
-    middle, head = whole[len(whole) // 2], min(head, heads - 1)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    whole = [number for number, kind in enumerate(types) if kind == "full_attention"]  # the others' weights end
+    middle, head = whole[len(whole) // 2], min(head, config.num_attention_heads - 1)
     three = asked or sorted({whole[0], middle, whole[-1]})
-    if not set(three) <= set(whole):
-        raise typer.BadParameter(f"layers {three}: those that attend all tokens are {', '.join(map(str, whole))}")
-    if queries > tokens // 4:
-        raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
-    early = tokens * 3 // 4 - 1
-    positions = [early, *range(tokens - queries, tokens)]
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in text or ()}
-    texts = texts or {kind: hf_offload.demo_text(kind) for kind in ("prose", "code")}
+    positions = [tokens * 3 // 4 - 1, *range(tokens - queries, tokens)]
     found = {}
     with torch.inference_mode():
-        for name, content in tqdm(texts.items(), desc="texts"):
-            ids = common.window(content, tokenizer, start, tokens).to(model.device)
+        for name in tqdm(names, desc="texts"):
+            ids = setting.window(tokenizer, name, START, tokens).to(model.device)
             found[name] = record(model, ids, positions, sorted({*three, middle}))
-    first = next(iter(found.values()))
+    first = found[names[0]]
     edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
     setting.write([
         {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(weight)}
         for one in three
         for (i, j), weight in np.ndenumerate(window_sums(first[one][1:], edges))
     ])  # fmt: skip
-    by_head = []
+    by_head, scores = [], []
+    far = slice(min(SINKS, tokens // 8), tokens - queries - min(LOCAL, tokens // 8))
     for name, weights in found.items():
         share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
         facts = {"text": name, "layer": middle, "holds": HOLDS}
         by_head += [facts | {"head": number, "share": value} for number, value in enumerate(share.tolist())]
+        for one in three:
+            each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
+            told = {k: np.quantile([shape[k] for shape in each], 0.5, 0, method="lower") for k in each[0]}
+            facts = {"text": name, "layer": one}
+            scores += [facts | {"head": n} | {k: float(v[n]) for k, v in told.items()} for n in range(len(share))]
     setting.write(by_head, "_heads")
     common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
-    if tokens >= 2 * (SINKS + LOCAL + queries):
-        far, scores = slice(SINKS, tokens - queries - LOCAL), []
-        for name, weights in found.items():
-            for one in three:
-                each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
-                told = {k: np.quantile([shape[k] for shape in each], 0.5, 0, method="lower") for k in each[0]}
-                facts = {"text": name, "layer": one}
-                scores += [facts | {"head": n} | {k: float(v[n]) for k, v in told.items()} for n in range(heads)]
-        setting.write(scores, "_scores")
-    else:
-        print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
-    early_row, late = first[middle][0][head], first[middle][-1][head]
-    draw_positions([early_row, late], middle, head, setting.beside("_positions.png"))
+    setting.write(scores, "_scores")
+    early, late = first[middle][0][head], first[middle][-1][head]
     line, facts = line_at(late, LINE), {"layer": middle, "head": head, "hold": LINE}
-    both = enumerate(itertools.zip_longest(late.tolist(), early_row.tolist()))
-    by_position = [
+    draw_positions([early, late], line, middle, head, setting.beside("_positions.png"))
+    setting.write([
         facts | {"position": p, "weight": weight, "above_line": int(weight >= line), "weight_before": before}
-        for p, (weight, before) in both
-    ]
-    setting.write(by_position, "_positions")
+        for p, (weight, before) in enumerate(zip_longest(late.tolist(), early.tolist()))
+    ], "_positions")  # fmt: skip
 
 
 if __name__ == "__main__":

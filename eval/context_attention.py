@@ -37,6 +37,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +51,7 @@ from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedMode
 import common
 import hf_offload
 from hf_offload.tools.measuring import divergence
-from inside import Watch, digest_bytes, stored_tokens, token_bytes
+from inside import WATCHES, digest_bytes, stored_tokens, token_bytes, watching
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -59,6 +60,8 @@ TAIL = 128
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
 BARE = common.Row("bare", "bare")
+SHOWN = ("context", "row", "step", "attention", "kernels", "retrieval", "predict", "outside", "wait", "step_ratio")
+SHOWN += ("attention_ratio", "read_MiB", "read_ratio", "chosen_MiB", "kept", "kl", "top1")
 
 
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -93,17 +96,11 @@ class Context:
         full = common.FULL.make_cache(model)
         common.prefill(model, full, ids[:, : max(self.texts) - self.tail], chunk=2048)
         self.known = DynamicCache(config=model.config)
+        held, known = (torch.tensor(counts, device=device)[:, None] - self.tail for counts in (lengths, self.texts))
+        slots = torch.arange(longest - self.tail, device=device)
+        places = (slots - len(slots) + held).clamp(min=0) % known  # behind padding the text, again and again
         for index, layer in enumerate(full.layers):
-            self.known.update(*(self._batch(kept[0]) for kept in (layer.keys, layer.values)), index)
-
-    def _batch(self, kept: torch.Tensor) -> torch.Tensor:
-        """Of keys or values `[Hkv, n, D]` what the rows hold but for their tails `[B, Hkv, longest - tail, D]`."""
-        longest = max(self.lengths) - self.tail
-        rows = kept.new_zeros(len(self.lengths), kept.shape[0], longest, kept.shape[2])
-        for row, length, text in zip(rows, self.lengths, self.texts, strict=True):
-            tokens, known = length - self.tail, text - self.tail
-            row[:, longest - tokens :] = kept[:, :known].repeat(1, -(-tokens // known), 1)[:, :tokens]
-        return rows
+            self.known.update(*(kept[0][:, places].transpose(0, 1) for kept in (layer.keys, layer.values)), index)
 
     def make_cache(self, row: common.Row) -> Cache:
         """A row's cache that holds it."""
@@ -143,13 +140,13 @@ class Context:
         `[N, B, V]`.
         """
         row.activate(self.model)
-        times, logits, watch = [], [], Watch()
-        with watch.watching(self.model.config._attn_implementation, cache):
+        times, logits = [], []
+        with watching(self.model.config._attn_implementation, cache) as seconds:
             for at in range(first, first + steps):
-                watch.clear()
-                with common.clock() as seconds:
+                seconds.update(dict.fromkeys(WATCHES, 0.0))
+                with common.clock() as spent:
                     logits.append(self.feed(cache, at, at + 1))
-                times.append({name: 1000 * spent for name, spent in {"step": seconds[0], **watch.seconds}.items()})
+                times.append({name: 1000 * each for name, each in {"step": spent[0], **seconds}.items()})
         return times[WARM_UP:], torch.stack(logits).float().log_softmax(-1).cpu()
 
 
@@ -178,10 +175,10 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
     """One line a row, full attention first."""
     every, model = [common.FULL, *(row for row in rows if row.policy != BARE.policy)], context.model
     caches = {row.name: context.make_cache(row) for row in tqdm(every, desc="contexts", leave=False)}
-    twin = bare_copy(model) if BARE in rows else None
-    times: dict[str, list[dict[str, float]]] = {row.name: [] for row in every}
+    twin = bare_copy(model) if len(every) <= len(rows) else None
+    times: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    seen: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     bare: list[float] = []
-    seen: dict[str, list[torch.Tensor]] = {row.name: [] for row in every}
     for number, row in common.in_turns(every, rounds):
         at = number * (WARM_UP + steps)
         found, logits = context.decode(row, caches[row.name], at, WARM_UP + steps)
@@ -190,28 +187,28 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
         if twin is not None:
             token = context.ids[:, at : at + WARM_UP + steps].expand(len(context.lengths), -1)
             bare += common.decode(twin, None, token)[0][WARM_UP:]
-    lines = []
+    lines: list[dict[str, Any]] = []
     for row in every:
-        cache = caches[row.name]
-        steps_of_row = pd.DataFrame(times[row.name])
-        p20, p50, p80 = (steps_of_row.quantile(share) for share in (0.2, 0.5, 0.8))
+        cache, frame = caches[row.name], pd.DataFrame(times[row.name])
         line: dict[str, Any] = {"context": "+".join(map(str, context.lengths)), "row": row.name}
-        line |= {name: value or None for name, value in p50.items()}
-        base, everything = lines[0] if lines else line, read_bytes(model, common.FULL, caches[common.FULL.name])[0]
+        line |= {name: value or None for name, value in frame.median().items()}
+        base = lines[0] if lines else line
         line |= {f"{name}_ratio": line[name] / base[name] for name in ("step", "attention")}
         if line["predict"]:
-            line["predict_share"] = (steps_of_row.predict / steps_of_row.step).median()
-        if bare and row is not common.FULL:
-            line["outside"] = 1000 * (line["step"] - np.median(bare) - (line["kernels"] or 0)) / len(cache.layers)
-        stats = {} if row is common.FULL else cache.stats().as_dict()
-        if stats:
-            line["wait"] = 1000 * stats["wait_seconds"] / stats["steps"]
+            line["predict_share"] = (frame.predict / frame.step).median()
+        if row is not common.FULL:
+            stats = cache.stats().as_dict()
+            line |= {"wait": 1000 * stats["wait_seconds"] / stats["steps"], "kept": stats.get("kept_share")}
+            if bare:
+                line["outside"] = 1000 * (line["step"] - np.median(bare) - (line["kernels"] or 0)) / len(cache.layers)
         read, chosen = read_bytes(model, row, cache)
-        line |= {"read_MiB": read / 2**20, "read_ratio": read / everything}
-        line |= {"chosen_MiB": None if chosen is None else chosen / 2**20, "kept": stats.get("kept_share")}
+        line |= {"read_MiB": read / 2**20, "chosen_MiB": None if chosen is None else chosen / 2**20}
+        line["read_ratio"] = line["read_MiB"] / (lines[0] if lines else line)["read_MiB"]
         kl, top1 = divergence(torch.cat(seen[row.name]), torch.cat(seen[common.FULL.name]))
         line |= {"kl": float(kl.mean()), "top1": top1}
-        lines.append(line | {f"{x}_p{p}": at[x] for x in ("attention", "step") for p, at in ((20, p20), (80, p80))})
+        for name in ("attention", "step"):
+            line |= {f"{name}_p{percent}": frame[name].quantile(percent / 100) for percent in (20, 80)}
+        lines.append(line)
     return lines
 
 
@@ -232,13 +229,11 @@ def main(
     """Measure attention in long contexts."""
     batches = sorted((common.numbers(part.replace("+", ",")) for part in contexts.split(",")), key=sum)
     chosen, (text,) = common.rows_of(rows, tier, predictor, known={"bare": BARE}), common.kinds_of(kind)
-    most = max(map(max, batches)) if read is None else common.numbers(read)[0]
-    for batch in batches:
-        if (len(batch) > 1 or max(batch) > most) and min(*batch, most) < 2 * TAIL:
-            raise typer.BadParameter(f"{min(*batch, most)} tokens leave too few before the last {TAIL}; raise --read")
+    longest = max(map(max, batches))
+    most = longest if read is None else common.numbers(read)[0]
     model, tokenizer = setting.load()
     following = rounds * (WARM_UP + steps)
-    ids = setting.window(tokenizer, text, 0, min(max(map(max, batches)), most) + following).to(model.device)
+    ids = setting.window(tokenizer, text, 0, min(longest, most) + following).to(model.device)
     size = {"steps": steps * rounds, "kind": text, "tier": tier, "text_tokens": most}
     records: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -246,8 +241,7 @@ def main(
             records += [line | size for line in measure(Context(model, ids, lengths, most), chosen, rounds, steps)]
             setting.write(records)
             gc.collect()
-    columns = [c for c in records[0] | records[-1] if c not in size and not c.endswith(("_p20", "_p80"))]
-    common.show("ms a token, MiB that a step reads, and both against full attention", records, columns)
+    common.show("ms a token, MiB that a step reads, and both against full attention", records, SHOWN)
 
 
 if __name__ == "__main__":

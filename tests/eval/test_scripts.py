@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "attention_stats": Run("attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3 --start 0",
+    "attention_stats": Run("attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3",
         lambda rows: max(column(rows, "weight")) == pytest.approx(1, abs=1e-5)),
     "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
