@@ -44,7 +44,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -158,10 +158,14 @@ class Ask:
 
     def decode(
         self, row: common.Row, reading: measuring.Reading, **knobs: Any
-    ) -> tuple[hf_offload.HybridCache, torch.Tensor, list[float]]:
-        """A row's cache after what follows a reading, with its log-probabilities `[N, V]` and seconds of each step."""
+    ) -> tuple[hf_offload.HybridCache, torch.Tensor, dict[str, Any]]:
+        """Let a row decode what follows a reading: its cache, log-probabilities `[N, V]`, and columns of results."""
         cache = measuring.hold(self.model, row.policy, {**row.options, **knobs}, reading)
-        return cache, *measuring.follow(self.model, cache, reading.following)
+        logprobs, seconds = measuring.follow(self.model, cache, reading.following)
+        kl, top1 = measuring.divergence(logprobs, reading.full)
+        pace = 1000 * statistics.median(seconds[measuring.WARM_UP :] or seconds)
+        attended = cache.stats().as_dict()["attended_tokens"]
+        return cache, logprobs, {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": attended}
 
 
 COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
@@ -204,39 +208,33 @@ class Text(Ask):
     def read(self, place: Place) -> tuple[measuring.Reading, list[Any]]:
         length, kind, start = place.values()
         ids = self.options.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
-        first = start == common.OFFSETS[kind][0]
-        return measuring.read(self.model, ids, self.steps), self.found_by_full(kind, length) if first else []
+        seeds = range(self.options.needles if start == common.OFFSETS[kind][0] else 0)
+        numbers = [self.number(kind, length, seed) for seed in seeds]
+        found_by_full = [number for number in numbers if self.finds(common.row_of("full"), *number)]
+        return measuring.read(self.model, ids, self.steps), found_by_full
 
-    def found_by_full(self, kind: str, tokens: int) -> list[Any]:
-        """The hidden numbers that full attention finds, with what their prompts are for all rows."""
-        prompter, found = Prompter(self.model, self.tokenizer, None, chat=True), []
-        seeds = range(self.options.needles)
-        for sample in numbers_in(self.options.text(kind), kind, seeds, self.tokenizer, tokens):
-            prompt = prompter(sample)
-            hidden = Reading(self.model, prompt.ids.to(self.model.device)), prompt, sample
-            if self.finds(common.row_of("full"), *hidden):
-                found.append(hidden)
-        return found
+    def number(self, kind: str, tokens: int, seed: int) -> tuple[Reading, Prompt, Sample]:
+        """A hidden number, with what its prompt is for all rows."""
+        sample = number_in(self.options.text(kind), kind, seed, self.tokenizer, tokens)
+        prompt = Prompter(self.model, self.tokenizer, None, chat=True)(sample)
+        return Reading(self.model, prompt.ids.to(self.model.device)), prompt, sample
 
     def finds(self, row: common.Row, reading: Reading, prompt: Prompt, sample: Sample) -> bool:
-        """Whether a row's answer has the hidden number."""
+        """Whether a row's answer has a hidden number."""
         return bool(answer(reading, row, "dense", prompt, sample, self.tokenizer)["score"] > 0)
 
     def measure(self, context: Any, row: common.Row) -> Lines:
-        (reading, hidden), line = context, {}
+        (reading, numbers), line = context, {}
         both = "tier" not in row.options and self.model.device.type == "cpu"
         for knobs in ({"tier": "split"}, {"tier": "one"}) if both else ({},):
-            cache, logprobs, seconds = self.decode(row, reading, **knobs)
-            kl, top1 = measuring.divergence(logprobs, reading.full)
-            host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
+            cache, _, told = self.decode(row, reading, **knobs)
+            host, device = measuring.host_bytes(cache), cache.stats().as_dict()["device_bytes"]
             if host is not None:
-                line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
-            pace = 1000 * statistics.median(seconds[measuring.WARM_UP :] or seconds)
-            line |= {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": stats["attended_tokens"]}
+                line |= {"kl_split": told["kl"], "host": host / 2**20, "device": device / 2**20}
             heads = cache.layers[0].store.num_kv_heads * len(cache.layers)
-            line["read"] = read_bytes(self.model, row, cache)[0] / heads / 2**10
+            line |= told | {"read": read_bytes(self.model, row, cache)[0] / heads / 2**10}
         if self.options.needles:
-            line["found"] = statistics.mean(self.finds(row, *one) for one in hidden) if hidden else None
+            line["found"] = statistics.mean(self.finds(row, *one) for one in numbers) if numbers else None
         return [line | {"text_tokens": max(self.contexts), "steps": self.steps, "tier": self.options.tier}]
 
     def report(self, lines: Lines) -> None:
@@ -247,19 +245,14 @@ class Text(Ask):
 NEW_TOKENS = 24
 
 
-def numbers_in(
-    text: str, kind: str, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase, tokens: int
-) -> list[Sample]:
-    """A hidden number for each seed, in prompts of about so many tokens."""
-    samples = []
-    for seed in seeds:
-        needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
+def number_in(text: str, kind: str, seed: int, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Sample:
+    """A hidden number, in a prompt of about so many tokens."""
+    needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
 
-        def score(answer: str, needle: assets.Needle = needle) -> float:
-            return 100.0 * needle.found_in(answer)
+    def score(answer: str) -> float:
+        return 100.0 * needle.found_in(answer)
 
-        samples.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
-    return samples
+    return Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score)
 
 
 class Needle(Ask):
@@ -273,7 +266,7 @@ class Needle(Ask):
 
         def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
             seeds = range(kinds.index(kind), self.limit * len(kinds), len(kinds))
-            return numbers_in(self.options.text(kind), kind, seeds, tokenizer, tokens)
+            return [number_in(self.options.text(kind), kind, seed, tokenizer, tokens) for seed in seeds]
 
         asking = Asking(rows=self.options.rows or [self.ROWS], limit=self.limit)
         run("Needles", kinds, hidden, asking, self.options, kinds=kinds, tokens=tokens, prose=self.options.source)
@@ -321,13 +314,11 @@ class Extraction(Ask):
 
     def measure(self, context: Any, row: common.Row) -> Lines:
         reading, right = context
-        cache, logprobs, _ = self.decode(row, reading)
-        kl, kept = measuring.divergence(logprobs, reading.full)
+        _, logprobs, told = self.decode(row, reading)
         mine, full = ((found.argmax(-1) == right).float().mean().item() for found in (logprobs, reading.full))
-        told = {"kept": kept, "right": mine, "right_full": full, "kl": float(kl.mean())}
-        told |= {"attended": cache.stats().as_dict()["attended_tokens"]}
-        size = {"records": self.options.records, "asked": self.options.records // 10, "tier": self.options.tier}
-        return [told | size]
+        line = {"kept": told["top1"], "right": mine, "right_full": full, "kl": told["kl"], "attended": told["attended"]}
+        asked = self.options.records // 10
+        return [line | {"records": self.options.records, "asked": asked, "tier": self.options.tier}]
 
 
 class SecondTurn(Ask):
