@@ -27,10 +27,10 @@ import torch
 import typer
 from tqdm.auto import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     Cache,
     DynamicCache,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StaticCache,
@@ -116,7 +116,7 @@ class TextSetting(Setting):
         return None if self.prose is None else [self.prose.name, self.prose.stat().st_size]
 
 
-EXACT, EXACT_TEXT = Setting(dtype="float32"), TextSetting(dtype="float32")
+EXACT_TEXT = TextSetting(dtype="float32")
 
 
 def command(main: Callable[..., None]) -> typer.Typer:
@@ -453,10 +453,8 @@ class Records:
             except json.JSONDecodeError:  # a stopped run has left it half written: that record is made again
                 continue
             if settings != self.settings:
-                raise typer.BadParameter(
-                    f"{self.file} holds results of other settings, {json.dumps(settings)}: remove it, or give another "
-                    "--out"
-                )
+                told = f"{self.file} holds results of other settings, {json.dumps(settings)}"
+                raise typer.BadParameter(f"{told}: remove it, or give another --out")
             self.found[self.key(record)] = record
 
     def add(self, record: dict[str, Any]) -> None:
@@ -470,6 +468,7 @@ class Records:
         self.file.unlink(missing_ok=True)
 
 
+@torch.inference_mode()
 def over_texts(
     setting: Setting,
     rows: Sequence[Row],
@@ -489,16 +488,13 @@ def over_texts(
     about |= {"model": setting.model, "dtype": setting.dtype, "commit": environment()["commit"]}
     about["files"] = {row.name: row.files for row in rows if row.files}
     records, lines = Records(setting.beside(".jsonl"), ("row", "place"), about), []
-    with tqdm(total=len(places) * len(rows)) as bar, torch.inference_mode():
-        for place in places:
-            shared, called = functools.cache(functools.partial(read, place)), ", ".join(map(str, place.values()))
-            for row in rows:
-                bar.set_description(f"{called}: {row.name}")
-                if (row.name, called) not in records.found:
-                    records.add({"row": row.name, "place": called, "lines": measure(shared(), row)})
-                lines += [{"row": row.name} | place | line for line in records.found[row.name, called]["lines"]]
-                bar.update()
-            setting.write(lines)
+    for place in tqdm(places, desc="texts"):
+        shared, called = functools.cache(functools.partial(read, place)), ", ".join(map(str, place.values()))
+        for row in tqdm(rows, desc=called, leave=False):
+            if (row.name, called) not in records.found:
+                records.add({"row": row.name, "place": called, "lines": measure(shared(), row)})
+            lines += [{"row": row.name} | place | line for line in records.found[row.name, called]["lines"]]
+        setting.write(lines)
     records.remove()
     return lines
 
@@ -523,4 +519,4 @@ def random_llama(**sizes: Any) -> PreTrainedModel:
     usual = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
     usual |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**usual | sizes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**usual | sizes)).eval()

@@ -60,8 +60,6 @@ TAIL = 128
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
 BARE = common.Row("bare", "bare")
-SHOWN = ("context", "row", "step", "attention", "kernels", "retrieval", "predict", "outside", "wait", "step_ratio")
-SHOWN += ("attention_ratio", "read_MiB", "read_ratio", "chosen_MiB", "kept", "kl", "top1")
 
 
 def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -241,7 +239,7 @@ def main(
             records += [line | size for line in measure(Context(model, ids, lengths, most), chosen, rounds, steps)]
             setting.write(records)
             gc.collect()
-    common.show("ms a token, MiB that a step reads, and both against full attention", records, SHOWN)
+    common.show("ms a token, MiB that a step reads, and both against full attention", records)
 
 
 if __name__ == "__main__":

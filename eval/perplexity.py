@@ -26,6 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from scipy.stats import sem
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -78,16 +79,15 @@ def decode(model: PreTrainedModel, row: common.Row, ids: torch.Tensor) -> tuple[
 def told(nll: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
     """Perplexity and its difference to full attention's, in nats a token, of losses `[sequences, T]` on one text."""
     less, perplexity = nll - full, float(nll.mean().exp())
-
-    def error(values: torch.Tensor) -> float:
-        """Standard error of the mean of independent values."""
-        return float(values.std() / values.numel() ** 0.5)
-
     return {
-        "perplexity": perplexity, "perplexity_se": perplexity * error(nll),
-        "perplexity_full": float(full.mean().exp()), "nll_more": float(less.mean()), "nll_more_se": error(less),
-        "tokens": nll.shape[1], "sequences": len(nll),
-    }  # fmt: skip
+        "perplexity": perplexity,
+        "perplexity_se": perplexity * sem(nll, axis=None),
+        "perplexity_full": float(full.mean().exp()),
+        "nll_more": float(less.mean()),
+        "nll_more_se": sem(less, axis=None),
+        "tokens": nll.shape[1],
+        "sequences": len(nll),
+    }
 
 
 def main(
@@ -117,8 +117,7 @@ def main(
 
     about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
     records = common.over_texts(setting, [common.FULL, *chosen], [{}], read, measure, **about)
-    columns = ("row", "kind", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")
-    common.show("nats a token more than full attention", records, columns)
+    common.show("nats a token more than full attention", records)
 
 
 if __name__ == "__main__":
