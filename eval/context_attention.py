@@ -5,7 +5,7 @@
     python eval/context_attention.py --contexts 6k --rows fixed-0.05,fluxion-0.1 --predictor predictor.safetensors
     python eval/context_attention.py --contexts 32k --read 6k --rows full,hgca-0.1
     python eval/context_attention.py --contexts 4k+512,4k+4k --rows fluxion-0.1 --predictor predictor.safetensors
-    python eval/context_attention.py --contexts 2k --rows bare,full,scout-1024 --tier one --threads 1
+    python eval/context_attention.py --contexts 2k --rows full,scout-1024 --tier one --threads 1
 
 All rows hold the keys and values of the same real text: full attention's cache reads it, the others take that over, and
 `hgca` and `fluxion`, which learn from a prompt, read it too. Then the rows take turns over the text's next tokens: some
@@ -14,11 +14,10 @@ so that rows can be compared at equal fidelity and not at equal budgets; `full`,
 rounding alone makes of it.
 
 Times are milliseconds, medians: `step` of the whole forward, `attention` in the attention function and the cache's
-`update`, all layers; of it `kernels` in compiled kernels, `retrieval` where the CPU predicts what heads of `fixed` and
-`fluxion` need of the host, chooses blocks and attends them, and `predict` in Fluxion's prediction alone
-(`predict_share`: of the step); these three with one memory. `wait` is how long the model's thread waits for the CPU.
-With the row `bare`, a model without attention and cache, `outside` is what a row adds to it without kernels:
-microseconds a layer of hooks, checks, plans, statistics, Python.
+`update`, all layers; of it `kernels` in compiled kernels (the rest is Python), `retrieval` where the CPU predicts what
+heads of `fixed` and `fluxion` need of the host, chooses blocks and attends them, and `predict` in Fluxion's prediction
+alone (`predict_share`: of the step); these three with one memory. `wait` is how long the model's thread waits for the
+CPU.
 
 `read` is what the CPU reads of keys, values and digests at each step, by arithmetic: everything for full attention, the
 budget and all digests for `scout`, the window and the kept share of the rest for `hgca`; for `fixed` and `fluxion`
@@ -41,12 +40,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import common
 import hf_offload
@@ -59,20 +57,6 @@ TAIL = 128
 """Tokens at the end of batches and repeated contexts that all rows read themselves."""
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
-BARE = common.Row("bare", "bare")
-
-
-def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
-
-    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(query.transpose(1, 2)), None
-
-    AttentionInterface.register(BARE.name, attend)
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    twin.set_attn_implementation(BARE.name)
-    twin.config.use_cache = False
-    return twin
 
 
 class Context:
@@ -171,37 +155,30 @@ def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[f
 
 def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -> list[dict[str, Any]]:
     """One line a row, full attention first."""
-    every, model = [common.FULL, *(row for row in rows if row.policy != BARE.policy)], context.model
+    every = [common.FULL, *rows]
     caches = {row.name: context.make_cache(row) for row in tqdm(every, desc="contexts", leave=False)}
-    twin = bare_copy(model) if len(every) <= len(rows) else None
     times: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     seen: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-    bare: list[float] = []
     for number, row in common.in_turns(every, rounds):
         at = number * (WARM_UP + steps)
         found, logits = context.decode(row, caches[row.name], at, WARM_UP + steps)
         seen[row.name].append(logits)
         times[row.name] += found
-        if twin is not None:
-            token = context.ids[:, at : at + WARM_UP + steps].expand(len(context.lengths), -1)
-            bare += common.decode(twin, None, token)[0][WARM_UP:]
     lines: list[dict[str, Any]] = []
     for row in every:
         cache, frame = caches[row.name], pd.DataFrame(times[row.name])
         line: dict[str, Any] = {"context": "+".join(map(str, context.lengths)), "row": row.name}
         line |= {name: value or None for name, value in frame.median().items()}
-        base = lines[0] if lines else line
-        line |= {f"{name}_ratio": line[name] / base[name] for name in ("step", "attention")}
+        first = lines[0] if lines else line
+        line |= {f"{name}_ratio": line[name] / first[name] for name in ("step", "attention")}
         if line["predict"]:
             line["predict_share"] = (frame.predict / frame.step).median()
         if row is not common.FULL:
             stats = cache.stats().as_dict()
             line |= {"wait": 1000 * stats["wait_seconds"] / stats["steps"], "kept": stats.get("kept_share")}
-            if bare:
-                line["outside"] = 1000 * (line["step"] - np.median(bare) - (line["kernels"] or 0)) / len(cache.layers)
-        read, chosen = read_bytes(model, row, cache)
+        read, chosen = read_bytes(context.model, row, cache)
         line |= {"read_MiB": read / 2**20, "chosen_MiB": None if chosen is None else chosen / 2**20}
-        line["read_ratio"] = line["read_MiB"] / (lines[0] if lines else line)["read_MiB"]
+        line["read_ratio"] = line["read_MiB"] / first["read_MiB"]
         kl, top1 = divergence(torch.cat(seen[row.name]), torch.cat(seen[common.FULL.name]))
         line |= {"kl": float(kl.mean()), "top1": top1}
         for name in ("attention", "step"):
@@ -226,7 +203,7 @@ def main(
 ) -> None:
     """Measure attention in long contexts."""
     batches = sorted((common.numbers(part.replace("+", ",")) for part in contexts.split(",")), key=sum)
-    chosen, (text,) = common.rows_of(rows, tier, predictor, known={"bare": BARE}), common.kinds_of(kind)
+    chosen, (text,) = common.rows_of(rows, tier, predictor), common.kinds_of(kind)
     longest = max(map(max, batches))
     most = longest if read is None else common.numbers(read)[0]
     model, tokenizer = setting.load()

@@ -64,7 +64,7 @@ RUNS = {
     "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
         {"POOL_BYTES": 1 << 20, "WIDTHS": {"tiny": (64, 96, 32, 2, 160)}}),
-    "context_attention": Run("context_attention", "--contexts 64 --rows bare,full,window-1024 --steps 2 --rounds 1",
+    "context_attention": Run("context_attention", "--contexts 64 --rows full,window-1024 --steps 2 --rounds 1",
         lambda rows: max(column(rows, "kl")) < 1e-5 and all(float(r["attention"]) < float(r["step"]) for r in rows)),
     "a repeated text": Run(
         "context_attention", f"--contexts 600,300+400 --read 300 --rows full,{WINDOW} --steps 2 --rounds 1",
