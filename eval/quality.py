@@ -46,7 +46,6 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -58,7 +57,6 @@ import common
 import hf_offload
 from context_attention import read_bytes
 from hf_offload.tools import assets, measuring
-from plotting import plot
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.run import Asking, run
@@ -168,32 +166,6 @@ class Ask:
         return cache, logprobs, {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": attended}
 
 
-COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
-
-
-def draw(source: Path) -> None:
-    """Draw a CSV beside it: KL against what a head reads, and against the time of a step.
-
-    A plot for each context; a curve for each method, and one for each form of the host's blocks.
-    """
-    frame = pd.read_csv(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
-    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
-    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
-    frame["method"] = frame.method.str.replace("host_dtype=", "")
-    contexts, methods = frame.context.unique(), list(frame.method.unique())
-    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
-        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
-            for one, context in zip(row_of_axes, contexts, strict=True):
-                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
-                one.yaxis.set_major_formatter("{x:g}")
-                shown = frame[frame.context == context].dropna(subset=[cost])
-                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
-                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
-                    one.plot(mine[cost], mine.kl, "o-", color=color)
-                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
-                one.margins(x=0.15, y=0.1)
-
-
 class Text(Ask):
     """KL on running text, and what a step costs."""
 
@@ -236,10 +208,6 @@ class Text(Ask):
         if self.options.needles:
             line["found"] = statistics.mean(self.finds(row, *one) for one in numbers) if numbers else None
         return [line | {"text_tokens": max(self.contexts), "steps": self.steps, "tier": self.options.tier}]
-
-    def report(self, lines: Lines) -> None:
-        super().report(lines)
-        draw(self.options.out)
 
 
 NEW_TOKENS = 24
@@ -397,7 +365,7 @@ class Error(Text):
         ]
 
     def report(self, lines: Lines) -> None:
-        """Write lines by samples and layer in place of the points, and draw these."""
+        """Write lines by samples and layer in place of the points."""
         points, found = pd.DataFrame(lines), []
         points["within"] = points.true <= self.FACTOR * points.estimated
         contexts = (self.options.contexts or self.CONTEXTS).replace(",", " ")
@@ -409,14 +377,6 @@ class Error(Text):
                 found.append(line | roots | size)
         self.options.write(found)
         common.show("errors of the softmax's sum", [line for line in found if line["layer"] == "all"])
-        each = list(points.groupby("samples"))
-        with plot(self.options.beside(".png"), 1, len(each), figsize=(5.5 * len(each), 5), squeeze=False) as axes:
-            for one, (samples, mine) in zip(axes.flat, each, strict=True):
-                one.scatter(mine.estimated.clip(1e-6), mine.true.clip(1e-6), c=mine.layer, s=2)
-                for factor, style in ((1.0, "solid"), (self.FACTOR, "dashed")):
-                    one.plot([1e-5, 1.0], [1e-5 * factor, factor], color="black", linewidth=1, linestyle=style)
-                title = f"samples={samples}; dashed: {self.FACTOR:g} times the estimate"
-                one.set(xscale="log", yscale="log", xlabel="estimated error", ylabel="true error", title=title)
 
 
 ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn": SecondTurn, "error": Error}
