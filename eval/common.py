@@ -260,14 +260,12 @@ def rows_of(
     """
 
     def find(text: str) -> list[Row]:
-        own = (known or {}).get(text)
-        if own is None:
-            own = row_of(text, predictor)
-        if not isinstance(own, Row):
-            return [row for one in own for row in find(one)]
-        return [own if tier is None else replace(own, options={"tier": tier, **own.options})]
+        own = (known or {}).get(text) or row_of(text, predictor)
+        return [own] if isinstance(own, Row) else [row for one in own for row in find(one)]
 
     rows = [row for each in texts for part in _BETWEEN_ROWS.split(each) for row in find(part.strip())]
+    if tier is not None:
+        rows = [replace(row, options={"tier": tier, **row.options}) for row in rows]
     if len({row.name for row in rows}) < len(rows):
         raise typer.BadParameter(f"a --row is there twice: {', '.join(row.name for row in rows)}")
     return rows

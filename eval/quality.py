@@ -95,6 +95,7 @@ BUDGETS = (
     *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )
 KNOWN: dict[str, Any] = {"methods": METHODS, "budgets": BUDGETS, "variants": ("window-1024", *VARIANTS)}
+KNOWN[common.FULL.name] = common.FULL
 for _name, _knobs in VARIANTS.items():
     _two = {} if _knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
     KNOWN[_name] = common.Row(_name, "scout", {"budget": 1024} | _knobs | _two)
@@ -243,12 +244,7 @@ class Needle(Ask):
 class Extraction(Ask):
     """Records copied out of a long list."""
 
-    FILE = "extraction.csv"
-    ROWS = (
-        "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,"
-        "quest:budget=1024,hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,"
-        "window:budget=1024"
-    )
+    FILE, ROWS = "extraction.csv", "full,methods"
     FIRST = "amber bitter calm dusty early fallen gentle hollow iron jade keen lunar misty narrow olive pale"
     SECOND = "anchor bridge canyon drum engine ferry garden harbor island jungle kettle lantern meadow needle orchard"
 
@@ -258,13 +254,11 @@ class Extraction(Ask):
     def read(self, place: Place) -> tuple[measuring.Reading, torch.Tensor]:
         question, told = self.question(place["list"])
         said = [{"role": "user", "content": question}]
-        prompt = self.tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        right = common.ids_of(self.tokenizer, told, prompt.device)
+        text = str(self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+        prompt, right = (common.ids_of(self.tokenizer, part, self.model.device) for part in (text, told))
         # Fed are the prompt's last token and all of the answer but its own.
-        ids = torch.cat([prompt, right], 1)[:, :-1].to(self.model.device)
-        return measuring.read(self.model, ids, right.shape[1]), right[0]
+        ids = torch.cat([prompt, right], 1)[:, :-1]
+        return measuring.read(self.model, ids, right.shape[1]), right[0].cpu()
 
     def question(self, seed: int) -> tuple[str, str]:
         """A question over a list of records, and its answer: JSON with the asked keys in the order of the question."""
@@ -366,17 +360,16 @@ class Error(Text):
 
     def report(self, lines: Lines) -> None:
         """Write lines by samples and layer in place of the points."""
-        points, found = pd.DataFrame(lines), []
+        points = pd.DataFrame(lines)
         points["within"] = points.true <= self.FACTOR * points.estimated
+        groups = pd.concat([points.assign(layer="all"), points]).groupby(["samples", "layer"], sort=False)
+        found = pd.DataFrame({"points": groups.size(), "within": groups.within.mean()})
+        for name in ("estimated", "true"):
+            found[name] = groups[name].agg(lambda each: math.sqrt((each**2).mean()))
         contexts = (self.options.contexts or self.CONTEXTS).replace(",", " ")
-        size = {"contexts": contexts, "kinds": " ".join(self.kinds), "steps": self.steps}
-        for samples, mine in points.groupby("samples"):
-            for layer, each in [("all", mine), *mine.groupby("layer")]:
-                roots = {name: math.sqrt((each[name] ** 2).mean()) for name in ("estimated", "true")}
-                line = {"samples": samples, "layer": layer, "points": len(each), "within": each.within.mean()}
-                found.append(line | roots | size)
-        self.options.write(found)
-        common.show("errors of the softmax's sum", [line for line in found if line["layer"] == "all"])
+        found = found.reset_index().assign(contexts=contexts, kinds=" ".join(self.kinds), steps=self.steps)
+        self.options.write(found.to_dict("records"))
+        common.show("errors of the softmax's sum", found[found.layer == "all"])
 
 
 ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn": SecondTurn, "error": Error}
