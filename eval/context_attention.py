@@ -70,34 +70,35 @@ class Context:
     """
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, lengths: list[int], read: int) -> None:
-        self.model, self.ids, self.lengths = model, ids, lengths
-        self.texts = [min(length, read) for length in lengths]
-        longest, device = max(lengths), ids.device
-        self.mask = torch.arange(longest, device=device) >= longest - torch.tensor(lengths, device=device)[:, None]
-        self.tail = TAIL if len(lengths) > 1 or longest > read else 0
+        self.model, self.ids, self.lengths = model, ids, torch.tensor(lengths, device=ids.device)[:, None]
+        self.longest, self.texts = max(lengths), self.lengths.clamp(max=read)
+        known, self.tail = int(self.texts.max()), TAIL if len(lengths) > 1 or self.longest > read else 0
+        slots = torch.arange(self.longest + ids.shape[1] - known, device=ids.device) - self.longest + self.lengths
+        self.mask = slots >= 0
         full = common.FULL.make_cache(model)
-        common.prefill(model, full, ids[:, : max(self.texts) - self.tail], chunk=2048)
+        common.prefill(model, full, ids[:, : known - self.tail], chunk=2048)
+        # Behind the padding the text, again and again, up to the tail.
+        places = slots[:, : self.longest - self.tail].clamp(min=0) % (self.texts - self.tail)
         self.known = DynamicCache(config=model.config)
-        held, known = (torch.tensor(counts, device=device)[:, None] - self.tail for counts in (lengths, self.texts))
-        slots = torch.arange(longest - self.tail, device=device)
-        places = (slots - len(slots) + held).clamp(min=0) % known  # behind padding the text, again and again
         for index, layer in enumerate(full.layers):
             self.known.update(*(kept[0][:, places].transpose(0, 1) for kept in (layer.keys, layer.values)), index)
 
+    def mask_to(self, stop: int) -> torch.Tensor | None:
+        """The attention mask of the tokens before `stop`, counted from the longest row's end; None without padding."""
+        mask = self.mask[:, : self.longest + stop]
+        return None if mask.all() else mask.long()
+
     def make_cache(self, row: common.Row) -> Cache:
         """A row's cache that holds it."""
-        row.activate(self.model)
+        cache: Any = row.make_cache(self.model)
         if row is common.FULL:
-            cache: Any = copy.deepcopy(self.known)
+            cache = copy.deepcopy(self.known)
+        elif cache.policy.requirements.learns_from_prompts and not self.tail:
+            common.prefill(self.model, cache, self.ids[:, : self.longest], chunk=2048)
         else:
-            cache = row.make_cache(self.model)
-            if cache.policy.requirements.learns_from_prompts and not self.tail:
-                common.prefill(self.model, cache, self.ids[:, : self.lengths[0]], chunk=2048)
-                return cache
             knobs = AS_PROMPT if self.tail and row.policy == "hgca" else {}
-            mask = self.mask[:, : -self.tail or None]
             cache = hf_offload.HybridCache.from_cache(
-                self.known, self.model, row.policy, attention_mask=None if mask.all() else mask, **row.options, **knobs
+                self.known, self.model, row.policy, attention_mask=self.mask_to(-self.tail), **row.options, **knobs
             )
         if self.tail:
             self.feed(cache, -self.tail, 0)
@@ -105,13 +106,10 @@ class Context:
 
     def feed(self, cache: Cache, first: int, stop: int) -> torch.Tensor:
         """Let every row take in its tokens first..stop-1, counted from its own end; the last logits `[B, V]`."""
-        device = self.ids.device
-        places = torch.arange(first, stop, device=device) + torch.tensor(self.texts, device=device)[:, None]
-        more = self.mask.new_ones(len(self.lengths), max(stop, 0))
-        mask = torch.cat((self.mask, more), 1)[:, : self.mask.shape[1] + stop]
+        places = torch.arange(first, stop, device=self.ids.device) + self.texts
         logits: torch.Tensor = self.model(
             self.ids[0, places], past_key_values=cache, position_ids=places, logits_to_keep=1,
-            attention_mask=None if mask.all() else mask.long(),
+            attention_mask=self.mask_to(stop),
         ).logits  # fmt: skip
         return logits[:, -1]
 
@@ -167,7 +165,7 @@ def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -
     lines: list[dict[str, Any]] = []
     for row in every:
         cache, frame = caches[row.name], pd.DataFrame(times[row.name])
-        line: dict[str, Any] = {"context": "+".join(map(str, context.lengths)), "row": row.name}
+        line: dict[str, Any] = {"context": "+".join(map(str, context.lengths.flatten().tolist())), "row": row.name}
         line |= {name: value or None for name, value in frame.median().items()}
         first = lines[0] if lines else line
         line |= {f"{name}_ratio": line[name] / first[name] for name in ("step", "attention")}
