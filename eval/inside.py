@@ -7,7 +7,7 @@ Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -39,31 +39,26 @@ def watching(name: str, cache: Cache) -> Iterator[dict[str, float]]:
     """
     seconds = dict.fromkeys(WATCHES, 0.0)
     attend, run = AttentionInterface()[name], LaunchSequence.run
-    parts: WeakKeyDictionary[LaunchSequence, list[tuple[Callable[..., Any], LaunchSequence]]] = WeakKeyDictionary()
+    parts: WeakKeyDictionary[LaunchSequence, list[tuple[tuple[str, ...], LaunchSequence]]] = WeakKeyDictionary()
 
-    def timed(work: Callable[..., Any], *names: str) -> Callable[..., Any]:
-        """The same function, with some of the stopwatches running inside."""
-
-        def timing(*args: Any, **kwargs: Any) -> Any:
-            with common.clock() as spent:
-                result = work(*args, **kwargs)
-            for one in names:
-                seconds[one] += spent[0]
-            return result
-
-        return timing
+    @contextmanager
+    def timed(*names: str) -> Iterator[None]:
+        """Let some of the stopwatches run inside."""
+        with common.clock() as spent:
+            yield
+        for one in names:
+            seconds[one] += spent[0]
 
     def run_parts(sequence: LaunchSequence) -> None:
         if sequence not in parts:
             groups = [(names, list(launches)) for names, launches in groupby(sequence.launches, _names_of)]
-            parts[sequence] = [
-                (timed(run, *names), LaunchSequence(launches) if groups[1:] else sequence) for names, launches in groups
-            ]
-        for work, part in parts[sequence]:
-            work(part)
+            parts[sequence] = [(names, LaunchSequence(each) if groups[1:] else sequence) for names, each in groups]
+        for names, part in parts[sequence]:
+            with timed(*names):
+                run(part)
 
-    AttentionInterface.register(name, timed(attend, "attention"))
-    update = mock.patch.object(cache, "update", timed(cache.update, "attention"))
+    AttentionInterface.register(name, timed("attention")(attend))
+    update = mock.patch.object(cache, "update", timed("attention")(cache.update))
     try:
         with mock.patch.object(LaunchSequence, "run", run_parts), update:
             yield seconds
