@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "attention_stats": Run("attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3",
+    "attention_stats": Run("attention_stats", "--tokens 128",
         lambda rows: max(column(rows, "weight")) == pytest.approx(1, abs=1e-5)),
     "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
@@ -207,7 +207,7 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is loaded; `--help` names the option."""
     monkeypatch.setattr(common.Setting, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     for script, options in {
-        "attention_stats": "--layers", "bench_cpu": "--sections", "context_attention": "--kind",
+        "attention_stats": "--kinds", "bench_cpu": "--sections", "context_attention": "--kind",
         "decode": "--rows --dtype", "families": "--types", "frames": "--context", "launches": "--row",
         "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--texts", "quality": "--ask --kinds",
         "serve": "--chats", "soak": "--rows",
