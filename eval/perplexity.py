@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 import common
 
-BLOCK_SIZE, CHUNK = 32, 512
+BLOCK_SIZE, CHUNK = 32, 128
 GRID = [f"hgca-{ratio}-{beta}" for ratio in (0.1, 0.25, 0.5, 0.75) for beta in (0.25, 0.5, 0.75, 1)]
 
 
@@ -47,30 +47,20 @@ def shares_of(texts: list[str], tokens: int) -> dict[str, Any]:
     return rows
 
 
-def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood `[B, T]` float64 of tokens `[B, T]` under logits `[B, T, V]`."""
-    return -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0].cpu().double()
-
-
-def reference(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Losses `[B, T]` of full attention for tokens 1… of each sequence `[B, T + 1]`, one sequence after the other."""
-    rows = []
-    for row in tqdm(ids, desc="full attention", unit="text", delay=5, leave=False):
-        cache = common.FULL.make_cache(model)
-        parts = zip(row[None, :-1].split(CHUNK, 1), row[None, 1:].split(CHUNK, 1), strict=True)
-        rows.append(torch.cat([loss(model(part, past_key_values=cache).logits, after) for part, after in parts], 1))
-    return torch.cat(rows)
-
-
 def decode(model: PreTrainedModel, row: common.Row, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Losses `[B, T]` of a row for tokens 1… of the sequences `[B, T + 1]`, decoded one by one, and what it took."""
-    cache, losses, start = row.make_cache(model), [], time.perf_counter()
-    for at in tqdm(range(1, ids.shape[1]), desc=row.name, unit="token", delay=5, leave=False):
-        logits = model(ids[:, at - 1, None], past_key_values=cache).logits
-        losses.append(loss(logits, ids[:, at, None]))
-    milliseconds = 1000 * (time.perf_counter() - start) / len(losses)
+    """Losses `[B, T]` float64 (negative log-likelihood) of a row for tokens 1… of the sequences `[B, T + 1]`, decoded
+    one by one, or chunk by chunk with full attention; and what that took.
+    """
+    cache, losses, chunk = row.make_cache(model), [], CHUNK if row is common.FULL else 1
+    start, parts = time.perf_counter(), list(zip(ids[:, :-1].split(chunk, 1), ids[:, 1:].split(chunk, 1), strict=True))
+    for part, following in tqdm(parts, desc=row.name, delay=5, leave=False):
+        logits = model(part, past_key_values=cache).logits
+        losses.append(-logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0].cpu().double())
+    if row is common.FULL:
+        return torch.cat(losses, 1), {}
     facts = {"attended": row.options.get("window", row.options.get("budget"))}
-    facts |= {"kept_share": cache.stats().as_dict().get("kept_share"), "ms_per_step": milliseconds}
+    facts["kept_share"] = cache.stats().as_dict().get("kept_share")
+    facts["ms_per_step"] = 1000 * (time.perf_counter() - start) / len(losses)
     if share := re.fullmatch(r"hgca-([\d.]+)-([\d.]+)", row.name):
         facts |= {"ratio": float(share[1]), "beta": float(share[2])}
     return torch.cat(losses, 1), facts
@@ -108,7 +98,7 @@ def main(
     ids = torch.cat([setting.window(tokenizer, kind, start, tokens + 1) for kind, start in starts]).to(model.device)
 
     def read(_: dict[str, Any]) -> torch.Tensor:
-        return reference(model, ids)
+        return decode(model, common.FULL, ids)[0]
 
     def measure(full: torch.Tensor, row: common.Row) -> list[dict[str, Any]]:
         nll, facts = (full, {}) if row is common.FULL else decode(model, row, ids)
