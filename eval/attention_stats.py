@@ -1,29 +1,30 @@
-"""Where does attention weight lie, and how are scores distributed, for a model and texts of your own?
+"""Where does attention weight lie, and how are scores distributed, for a model and a text of your own?
 
     python eval/attention_stats.py
-    python eval/attention_stats.py --layers 0,15,29 --head 4 --tokens 4096 --text novel.txt --text other.txt
+    python eval/attention_stats.py --tokens 2048 --kinds prose --prose novel.txt
 
 The weights are the model's own: a text is read with sdpa, in chunks, and the queries that are looked at one by one with
-eager attention, which tells its weights. No more rows than these are kept.
+eager attention, which tells its weights. No more rows than these are kept. Layers are an entry, a middle and an exit
+layer, of those that attend all tokens.
 
 - windows (HGCA, Figure 3): the share of the weight that a window of first and one of newest entries hold together, for
-  an entry, a middle and an exit layer, averaged over heads and the text's last queries.
-- heads (HGCA, Figure 4): the share of entries that hold 0.99 of a head's weight, the heaviest first, for each text,
-  averaged over its last queries.
-- positions (HGCA, Figure 5): the weights of one layer and head over the positions, at three quarters of the text and at
-  its end, and a line above which are the heaviest that hold 0.9 at the end.
+  each layer, averaged over heads and the first text's last queries.
+- heads (HGCA, Figure 4): the share of entries that hold 0.99 of a head's weight, the heaviest first, in the middle
+  layer of each text, averaged over its last queries.
+- positions (HGCA, Figure 5): the weights of one head of the middle layer over the positions, at three quarters of the
+  first text and at its end, and a line above which are the heaviest that hold 0.9 at the end.
 - scores (Fluxion, Figure 11): how near to normal the scores of the entries are that lie neither among the first 64 nor
-  among the newest 256, for each head of the layers of Figure 3: skewness, excess kurtosis, the correlation of their
-  quantiles with those of a normal distribution, and by how much log n + mean + variance / 2, which Fluxion's features
-  take for their log-sum-exp, misses it; medians over the text's last queries.
+  among the newest 256, for each head of the layers: skewness, excess kurtosis, the correlation of their quantiles with
+  those of a normal distribution, and by how much log n + mean + variance / 2, which Fluxion's features take for their
+  log-sum-exp, misses it; medians over the text's last queries.
 
 OUT.csv has the windows; the others go beside it: OUT_heads.csv, OUT_positions.csv with a picture, OUT_scores.csv.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -35,33 +36,27 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 import common
-import hf_offload
 from plotting import plot
 
+START = 2000  # token of each text to begin with
+QUERIES = 32  # the last ones of a text, to average over
 HOLDS = 0.99  # of a head's weight, Figure 4
-LINE = 0.9  # of a head's weight, Figure 5
+HEAD, LINE = 6, 0.9  # of Figure 5: the head, or the last one if there are fewer; what is held of its weight
 LEAST = 2.0**-149  # float32 above 0
 SINKS, LOCAL = 64, 256  # entries that are left out at both ends, Figure 11
 
 
-def record(
-    model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int]
-) -> dict[int, list[torch.Tensor]]:
-    """Weights of the queries at some positions of a text `[1, N]`: for each layer, `[Hq, position + 1]` a query."""
-    found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-    before, cache, read = model.config._attn_implementation, DynamicCache(config=model.config), 0
-    try:
-        for position in positions:
-            if position > read:
-                model.set_attn_implementation("sdpa")
-                common.prefill(model, cache, ids[:, read:position], chunk=512)
-            model.set_attn_implementation("eager")
-            query, read = ids[:, position : position + 1], position + 1
-            weights = model(query, past_key_values=cache, output_attentions=True).attentions
-            for layer in layers:
-                found[layer].append(weights[layer][0, :, 0].float().cpu())
-    finally:
-        model.set_attn_implementation(before)
+def record(model: PreTrainedModel, ids: torch.Tensor, positions: list[int], layers: list[int]) -> list[torch.Tensor]:
+    """Weights of the queries at some positions of a text `[1, N]`: `[layers, Hq, position + 1]` a query."""
+    found, cache, read = [], DynamicCache(config=model.config), 0
+    for position in positions:
+        if position > read:
+            model.set_attn_implementation("sdpa")
+            common.prefill(model, cache, ids[:, read:position], chunk=512)
+        model.set_attn_implementation("eager")
+        query, read = ids[:, position : position + 1], position + 1
+        weights = model(query, past_key_values=cache, output_attentions=True).attentions
+        found.append(torch.stack([weights[layer][0, :, 0].float().cpu() for layer in layers]))
     return found
 
 
@@ -79,19 +74,13 @@ def window_sums(weights: list[torch.Tensor], edges: list[int]) -> np.ndarray:
 
 
 def needed_share(weights: torch.Tensor, holds: float) -> torch.Tensor:
-    """The least share of entries that holds so much of the weight, for each row of `[rows, entries]`."""
+    """The least share of entries that holds so much of the weight, for each row of `[…, entries]`."""
     running = weights.double().sort(-1, descending=True).values.cumsum(-1)
-    return ((running < holds * running[:, -1:]).sum(-1) + 1) / weights.shape[-1]
-
-
-def line_at(weights: torch.Tensor, holds: float) -> float:
-    """The least weight among the heaviest entries that together hold so much of the weight `[entries]`."""
-    count = round(float(needed_share(weights[None], holds)) * len(weights))
-    return float(weights.sort(descending=True).values[count - 1])
+    return ((running < holds * running[..., -1:]).sum(-1) + 1) / weights.shape[-1]
 
 
 def shape_of(weights: torch.Tensor) -> dict[str, np.ndarray]:
-    """How near to normal the scores behind softmax weights `[rows, entries]` are; float64 `[rows]` each.
+    """How near to normal the scores behind softmax weights `[…, entries]` are; float64 `[…]` each.
 
     A score is known from its weight but for a constant, on which none of these depends. A weight that is 0 in float32
     counts as the least that is not.
@@ -109,87 +98,64 @@ def shape_of(weights: torch.Tensor) -> dict[str, np.ndarray]:
     }
 
 
-def draw_positions(rows: list[torch.Tensor], layer: int, head: int, path: Path) -> None:
+def draw_positions(rows: list[torch.Tensor], line: float, layer: int, head: int, path: Path) -> None:
     """Draw Figure 5: the weights of two queries over the positions, and the line of the later one."""
     with plot(path, figsize=(10, 4.5)) as axes:
         for weights, color in zip(rows[::-1], ("tab:gray", "tab:orange"), strict=True):
             axes.plot(weights, ".", markersize=2.5, color=color, label=f"as query {len(weights) - 1} sees it")
         above = f"those above hold {LINE:.0%} for query {len(rows[-1]) - 1}"
-        axes.axhline(line_at(rows[-1], LINE), color="red", linewidth=1, label=above)
+        axes.axhline(line, color="red", linewidth=1, label=above)
         axes.set(yscale="log", ylim=(1e-8, 2), xlabel="position", ylabel=f"weight, layer {layer}, head {head}")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, markerscale=4, frameon=False)
 
 
 def main(
-    layers: Annotated[str | None, typer.Option(help="Layers of Figure 3.", show_default="first, middle, last")] = None,
-    head: Annotated[int, typer.Option(min=0, help="Query head of Figure 5; the last one if there are fewer.")] = 6,
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text.")] = 4096,
-    queries: Annotated[int, typer.Option(min=1, help="Last queries of a text to average over.")] = 32,
-    text: Annotated[
-        list[Path] | None, typer.Option(exists=True, dir_okay=False, help="Texts [prose and code].")
-    ] = None,
-    start: Annotated[int, typer.Option(min=0, help="Token of each text to begin with.")] = 2000,
+    tokens: Annotated[int, typer.Option(min=4 * QUERIES, help="Tokens of each text.")] = 4096,
+    kinds: common.KindsOption = "prose,code",
     *,
-    setting: common.Setting = common.EXACT,
+    setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
     """Show where attention weight lies."""
-    asked = None if layers is None else common.numbers(layers)
+    names = common.kinds_of(kinds)
     model, tokenizer = setting.load()
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    whole = [number for number, kind in enumerate(kinds) if kind == "full_attention"]  # the others' weights end
-    if not whole:
-        raise typer.BadParameter(f"the model's layers are {', '.join(sorted(set(kinds)))}; none attends all tokens")
-    middle, head = whole[len(whole) // 2], min(head, heads - 1)
-    three = asked or sorted({whole[0], middle, whole[-1]})
-    if not set(three) <= set(whole):
-        raise typer.BadParameter(f"layers {three}: those that attend all tokens are {', '.join(map(str, whole))}")
-    if queries > tokens // 4:
-        raise typer.BadParameter(f"{queries} queries of {tokens} tokens: give at most a quarter")
-    early = tokens * 3 // 4 - 1
-    positions = [early, *range(tokens - queries, tokens)]
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in text or ()}
-    texts = texts or {kind: hf_offload.demo_text(kind) for kind in ("prose", "code")}
-    found = {}
-    with torch.inference_mode():
-        for name, content in tqdm(texts.items(), desc="texts"):
-            ids = common.window(content, tokenizer, start, tokens).to(model.device)
-            found[name] = record(model, ids, positions, sorted({*three, middle}))
-    first = next(iter(found.values()))
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    whole = [number for number, kind in enumerate(types) if kind == "full_attention"]  # the others' weights end
+    middle, head = whole[len(whole) // 2], min(HEAD, config.num_attention_heads - 1)
+    layers = sorted({whole[0], middle, whole[-1]})
+    at, positions = layers.index(middle), [tokens * 3 // 4 - 1, *range(tokens - QUERIES, tokens)]
     edges = [0, *(2**power for power in range(tokens.bit_length()) if 2**power < tokens), tokens]
-    setting.write([
-        {"layer": one, "first": edges[i], "newest": edges[j], "weight": float(weight)}
-        for one in three
-        for (i, j), weight in np.ndenumerate(window_sums(first[one][1:], edges))
-    ])  # fmt: skip
-    by_head = []
-    for name, weights in found.items():
-        share = torch.stack([needed_share(rows, HOLDS) for rows in weights[middle][1:]]).mean(0)
+    far = slice(min(SINKS, tokens // 8), tokens - QUERIES - min(LOCAL, tokens // 8))
+    windows, by_head, by_position, scores = [], [], [], []
+    for name in tqdm(names, desc="texts"):
+        ids = setting.window(tokenizer, name, START, tokens).to(model.device)
+        with torch.inference_mode():
+            early, *last = record(model, ids, positions, layers)
+        share = torch.stack([needed_share(rows[at], HOLDS) for rows in last]).mean(0)
         facts = {"text": name, "layer": middle, "holds": HOLDS}
         by_head += [facts | {"head": number, "share": value} for number, value in enumerate(share.tolist())]
-    setting.write(by_head, "_heads")
+        each = [shape_of(rows[..., far]) for rows in last]
+        told = {k: np.quantile([shape[k] for shape in each], 0.5, 0, method="lower") for k in each[0]}
+        for place in np.ndindex(len(layers), len(share)):
+            facts = {"text": name, "layer": layers[place[0]], "head": place[1]}
+            scores.append(facts | {k: float(values[place]) for k, values in told.items()})
+        if name == names[0]:
+            for number, layer in enumerate(layers):
+                sums = window_sums([rows[number] for rows in last], edges)
+                for (i, j), weight in np.ndenumerate(sums):
+                    windows.append({"layer": layer, "first": edges[i], "newest": edges[j], "weight": float(weight)})
+            before, late = early[at, head], last[-1][at, head]
+            line = float(late.sort(descending=True).values[round(float(needed_share(late, LINE)) * tokens) - 1])
+            draw_positions([before, late], line, middle, head, setting.beside("_positions.png"))
+            facts = {"layer": middle, "head": head, "hold": LINE}
+            for place, (weight, other) in enumerate(zip_longest(late.tolist(), before.tolist())):
+                above = int(weight >= line)
+                by_position.append(
+                    facts | {"position": place, "weight": weight, "above_line": above, "weight_before": other}
+                )
+    for part, lines in {"": windows, "_heads": by_head, "_positions": by_position, "_scores": scores}.items():
+        setting.write(lines, part)
     common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
-    if tokens >= 2 * (SINKS + LOCAL + queries):
-        far, scores = slice(SINKS, tokens - queries - LOCAL), []
-        for name, weights in found.items():
-            for one in three:
-                each = [shape_of(rows[:, far]) for rows in weights[one][1:]]
-                told = {k: np.quantile([shape[k] for shape in each], 0.5, 0, method="lower") for k in each[0]}
-                facts = {"text": name, "layer": one}
-                scores += [facts | {"head": n} | {k: float(v[n]) for k, v in told.items()} for n in range(heads)]
-        setting.write(scores, "_scores")
-    else:
-        print(f"{tokens} tokens leave too few between the first {SINKS} and the newest {LOCAL}: no numbers of scores")
-    early_row, late = first[middle][0][head], first[middle][-1][head]
-    draw_positions([early_row, late], middle, head, setting.beside("_positions.png"))
-    line, facts = line_at(late, LINE), {"layer": middle, "head": head, "hold": LINE}
-    both = enumerate(itertools.zip_longest(late.tolist(), early_row.tolist()))
-    by_position = [
-        facts | {"position": p, "weight": weight, "above_line": int(weight >= line), "weight_before": before}
-        for p, (weight, before) in both
-    ]
-    setting.write(by_position, "_positions")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import hashlib
-import inspect
 import json
 import os
 import platform
@@ -16,23 +14,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
+import pandas as pd
 import psutil
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     Cache,
     DynamicCache,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StaticCache,
@@ -93,12 +91,6 @@ class Setting:
         """Write the CSV, or `OUT_part.csv` beside it; every row gets the dtype."""
         write_csv(self.beside(f"{part}.csv"), [{**record, "dtype": self.dtype} for record in records])
 
-    def records(self, keys: Sequence[str], rows: Iterable[Row], **settings: Any) -> Records:
-        """Records in `OUT.jsonl` of a run at this commit, with a model, rows and settings."""
-        about = {"model": self.model, "dtype": self.dtype, "commit": environment()["commit"]}
-        about["files"] = {row.name: row.files for row in rows if row.files}
-        return Records(self.beside(".jsonl"), keys, about | settings)
-
     def beside(self, end: str) -> Path:
         """The path of a further result: `end` in place of `.csv`."""
         return self.out.with_name(self.out.stem + end)
@@ -124,7 +116,7 @@ class TextSetting(Setting):
         return None if self.prose is None else [self.prose.name, self.prose.stat().st_size]
 
 
-EXACT, EXACT_TEXT = Setting(dtype="float32"), TextSetting(dtype="float32")
+EXACT_TEXT = TextSetting(dtype="float32")
 
 
 def command(main: Callable[..., None]) -> typer.Typer:
@@ -133,23 +125,21 @@ def command(main: Callable[..., None]) -> typer.Typer:
     A parameter that is a dataclass stands for its fields.
     """
     options, groups = [], {}
-    for one in inspect.signature(main, eval_str=True).parameters.values():
+    for name, one in signature(main, eval_str=True).parameters.items():
         if is_dataclass(one.annotation):
-            fields = inspect.signature(one.annotation, eval_str=True).parameters
-            usual = one.annotation() if one.default is one.empty else one.default
-            groups[one.name] = one.annotation, fields
-            options += [
-                each.replace(kind=each.KEYWORD_ONLY, default=getattr(usual, name)) for name, each in fields.items()
-            ]
+            usual = groups[name] = one.annotation() if one.default is one.empty else one.default
+            hints = get_type_hints(one.annotation, include_extras=True).items()
+            options += [Parameter(f, Parameter.KEYWORD_ONLY, default=getattr(usual, f), annotation=x) for f, x in hints]
         else:
-            options.append(one.replace(kind=one.KEYWORD_ONLY))
+            options.append(one.replace(kind=Parameter.KEYWORD_ONLY))
 
     @functools.wraps(main)
     def run(**given: Any) -> None:
-        made = {name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()}
-        main(**given, **made)
+        for name, usual in groups.items():
+            given[name] = replace(usual, **{field: given.pop(field) for field in vars(usual)})
+        main(**given)
 
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(run)
     return app
@@ -180,12 +170,16 @@ def numbers(text: str) -> list[int]:
 
 STOCK = ("dynamic", "static")
 """Transformers' own caches, under sdpa."""
-_SHORT = re.compile(r"(scout|window|hgca|fixed|fluxion)-(\d[\d.]*)(-int8|-once)?")
-_SUFFIXES: dict[str | None, dict[str, Any]] = {
-    None: {},
-    "-int8": {"host_dtype": "int8"},
-    "-once": {"reevaluate": False},
+SHORT = {
+    "^([^:]+)-int8$": r"\1,host_dtype=int8",
+    "^([^:]+)-once$": r"\1,reevaluate=False",
+    r"^(scout|window)-(\d+)": r"\1:budget=\2",
+    r"^hgca-(0?\.\d+)": r"hgca:beta=1.0,gpu_ratio=\1",
+    r"^hgca-(\d+)": r"hgca:beta=1.0,window=\1",
+    r"^fixed-([\d.]+)": r"fixed_hybrid:budget=\1",
+    r"^fluxion-([\d.]+)": r"fluxion:tau=\1",
 }
+"""Short names of rows, as expressions, and what they stand for; one after the other."""
 _BETWEEN_ROWS = re.compile(r",(?!\s*\w+\s*=)")
 """A comma that no knob follows."""
 
@@ -236,45 +230,42 @@ FULL = Row("dynamic", "dynamic")
 """Full attention as Transformers computes it."""
 
 
-def row_of(text: str, tier: str | None = None, predictor: Path | None = None) -> Row:
+def row_of(text: str, predictor: Path | None = None) -> Row:
     """The row of a policy with knobs or of a short name. In its name a knob's file has no folder.
 
-    `tier` is that of caches whose knobs say nothing of it, `predictor` a file for `fluxion` if its knobs name none.
+    `predictor` is a file for `fluxion` if its knobs name none.
     """
+    setting = text
+    for short, long in SHORT.items():
+        setting = re.sub(short, long, setting)
     try:
-        if short := _SHORT.fullmatch(text):
-            name, (policy, options) = text, _of_short(*short.groups())
-        else:
-            policy, options = parse_setting(text)
-            knobs = ",".join(f"{knob}={Path(x).name if isinstance(x, str) else x}" for knob, x in options.items())
-            name = f"{policy}:{knobs}" if knobs else policy
+        policy, options = parse_setting(setting)
         if policy == "fluxion" and predictor is not None:
             options = {"predictor": str(predictor), **options}
         make_policy(policy, {knob: value for knob, value in options.items() if knob not in CACHE_KNOBS})
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"--row {text}: {error}") from None
-    return Row(name, policy, options if tier is None else {"tier": tier, **options})
+    return Row(re.sub("=[^,=]*/", "=", text), policy, options)
 
 
-def _of_short(name: str, number: str, suffix: str | None) -> tuple[str, dict[str, Any]]:
-    value = float(number) if "." in number else int(number)
-    if name == "hgca":
-        knobs: dict[str, Any] = {"gpu_ratio" if value < 1 else "window": value, "beta": 1.0}
-    else:
-        knobs = {"tau" if name == "fluxion" else "budget": value}
-    return {"fixed": "fixed_hybrid"}.get(name, name), knobs | _SUFFIXES[suffix]
+def rows_of(
+    texts: Sequence[str],
+    tier: str | None = None,
+    predictor: Path | None = None,
+    known: Mapping[str, Any] | None = None,
+) -> list[Row]:
+    """The rows of a `RowsOption`, by `row_of`, or `known`: a script's own rows by name, or names of several.
 
-
-def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = None, **knobs: Any) -> list[Row]:
-    """The rows of a `RowsOption`, by `row_of`, or `known`: a script's own rows by name, or names of several."""
+    `tier` is that of caches whose knobs say nothing of it.
+    """
 
     def find(text: str) -> list[Row]:
-        own = (known or {}).get(text)
-        if own is None:
-            return [row_of(text, *args, **knobs)]
+        own = (known or {}).get(text) or row_of(text, predictor)
         return [own] if isinstance(own, Row) else [row for one in own for row in find(one)]
 
     rows = [row for each in texts for part in _BETWEEN_ROWS.split(each) for row in find(part.strip())]
+    if tier is not None:
+        rows = [replace(row, options={"tier": tier, **row.options}) for row in rows]
     if len({row.name for row in rows}) < len(rows):
         raise typer.BadParameter(f"a --row is there twice: {', '.join(row.name for row in rows)}")
     return rows
@@ -283,10 +274,7 @@ def rows_of(texts: Sequence[str], *args: Any, known: Mapping[str, Any] | None = 
 def check_rows(rows: Iterable[Row], model: PreTrainedModel) -> None:
     """Make a cache of each row once: what cannot be run is told before hours of work on the others."""
     for row in rows:
-        try:
-            row.make_cache(model)
-        except (ValueError, TypeError, FileNotFoundError) as error:
-            raise typer.BadParameter(f"--row {row.name}: {error}") from None
+        row.make_cache(model)
 
 
 # --- Models, texts and steps -----------------------------------------------------------------------------------------
@@ -364,12 +352,9 @@ _FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
 def environment() -> dict[str, str]:
     """What a result depends on: commit, machine, threads, versions, and the command that makes it again."""
 
-    def git(*arguments: str) -> str:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
-        except FileNotFoundError:  # it is not installed
-            return ""
-        return done.stdout.strip()
+    def git(arguments: str) -> str:
+        done = subprocess.run(f"git {arguments}", shell=True, cwd=RESULTS.parent, capture_output=True, text=True)
+        return done.stdout.strip()  # nothing where git is not installed
 
     def installed(package: str) -> str:
         try:
@@ -377,9 +362,9 @@ def environment() -> dict[str, str]:
         except PackageNotFoundError:
             return "none"
 
-    commit = git("rev-parse", "--short=12", "HEAD") or "unknown"
+    commit = git("rev-parse --short=12 HEAD") or "unknown"
     # The results themselves are rewritten by the very runs that record the commit.
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
+    changed = git("status --porcelain --untracked-files=no -- :/ ':(exclude)results'")
     script, module = Path(sys.argv[0]), sys.modules["__main__"].__spec__
     program = [f"{script.parent.name}/{script.name}"] if module is None else ["-m", module.name]
     # Of a file's path only the name: where it lay is of no use to anyone else. Names of models stay.
@@ -399,10 +384,7 @@ def environment() -> dict[str, str]:
 
 def _cpu_model() -> str:
     """The CPU's name and, since virtual machines often hide it, its family and model."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     name = found.get("model name", platform.machine())
     return f"{name} (family {found.get('cpu family', '?')}, model {found.get('model', '?')})"
@@ -428,26 +410,17 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write results, each row with the `environment` unless it has one; floats with six significant digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = environment()
-    columns = list(dict.fromkeys([*(key for row in rows for key in row if key not in meta), *meta]))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({**meta, **{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}})
+    columns = dict.fromkeys([*(key for row in rows for key in row if key not in meta), *meta])
+    written = [{**meta, **{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}} for row in rows]
+    pd.DataFrame(written, columns=list(columns), dtype=object).to_csv(path, index=False)
     print(f"wrote {path}")
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
+def show(title: str, rows: Sequence[Mapping[str, Any]] | pd.DataFrame, columns: Sequence[str] | None = None) -> None:
     """Print rows as a table of these columns (all by default); floats get four significant digits."""
-    columns = list(dict.fromkeys(key for row in rows for key in row)) if columns is None else columns
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
-    for row in rows:
-        values = [row.get(column) for column in columns]
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else "" if v is None else str(v) for v in values))
-    # A file or a pipe has no width of its own; rows that differ behind their first words are to be told apart.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    table = pd.DataFrame(rows, columns=columns, dtype=object)
+    table = table.where(table.notna(), "").to_string(index=False, float_format="{:.4g}".format)
+    print(f"\n{title}\n{table}")
 
 
 # --- Runs that go on -------------------------------------------------------------------------------------------------
@@ -456,14 +429,13 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] |
 class Records:
     """What a long run has found, in a JSONL file: a stopped run goes on from it.
 
-    Processes share the file: each record is one write, behind a line with the settings if it is a process's first.
-    `keys` are the fields that name a record; a run with other settings does not go on from the records.
+    Each line is one write and has the settings, too, so that processes may share the file. `keys` are the fields that
+    name a record; a run with other settings does not go on from the records.
     """
 
     def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any]) -> None:
         self.file, self.keys, self.settings = file, keys, settings
         self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._begun = False
         file.parent.mkdir(parents=True, exist_ok=True)
         self.read()
 
@@ -475,28 +447,54 @@ class Records:
         """Take in what all processes have found."""
         for line in self.file.read_text(encoding="utf-8").split("\n") if self.file.exists() else ():
             try:
-                record = json.loads(line)
+                settings, record = json.loads(line)
             except json.JSONDecodeError:  # a stopped run has left it half written: that record is made again
                 continue
-            if "settings" not in record:
-                self.found[self.key(record)] = record
-            elif record["settings"] != self.settings:
-                raise typer.BadParameter(
-                    f"{self.file} holds results of other settings, {json.dumps(record['settings'])}: remove it, or "
-                    "give another --out"
-                )
+            if settings != self.settings:
+                told = f"{self.file} holds results of other settings, {json.dumps(settings)}"
+                raise typer.BadParameter(f"{told}: remove it, or give another --out")
+            self.found[self.key(record)] = record
 
     def add(self, record: dict[str, Any]) -> None:
         """Keep a record; it is on the disk when this returns."""
         self.found[self.key(record)] = record
-        first = "" if self._begun else "\n" + json.dumps({"settings": self.settings}, ensure_ascii=False) + "\n"
         with self.file.open("ab", buffering=0) as file:
-            file.write((first + json.dumps(record, ensure_ascii=False) + "\n").encode())
-        self._begun = True
+            file.write(("\n" + json.dumps([self.settings, record], ensure_ascii=False)).encode())
 
     def remove(self) -> None:
         """Forget everything: the run has ended, and its results are elsewhere."""
         self.file.unlink(missing_ok=True)
+
+
+@torch.inference_mode()
+def over_texts(
+    setting: Setting,
+    rows: Sequence[Row],
+    places: Sequence[Mapping[str, Any]],
+    read: Callable[[Any], Any],
+    measure: Callable[[Any, Row], list[dict[str, Any]]],
+    **about: Any,
+) -> list[dict[str, Any]]:
+    """What rows make of texts: lines of the CSV, which is written after each text. A stopped run goes on.
+
+    Args:
+        places: the texts, as columns of the results.
+        read: makes of a place what all rows share, unless they have all been asked already.
+        measure: makes of that and a row the row's lines.
+        about: what else the lines depend on, for `json`.
+    """
+    about |= {"model": setting.model, "dtype": setting.dtype, "commit": environment()["commit"]}
+    about["files"] = {row.name: row.files for row in rows if row.files}
+    records, lines = Records(setting.beside(".jsonl"), ("row", "place"), about), []
+    for place in tqdm(places, desc="texts"):
+        shared, called = functools.cache(functools.partial(read, place)), ", ".join(map(str, place.values()))
+        for row in tqdm(rows, desc=called, leave=False):
+            if (row.name, called) not in records.found:
+                records.add({"row": row.name, "place": called, "lines": measure(shared(), row)})
+            lines += [{"row": row.name} | place | line for line in records.found[row.name, called]["lines"]]
+        setting.write(lines)
+    records.remove()
+    return lines
 
 
 # --- Calls in turns, small models -----------------------------------------------------------------------------------
@@ -509,9 +507,8 @@ def time_in_turns(makers: Mapping[str, Callable[[], Callable[[], Any]]], rounds:
         make()()  # compiles
     for _, name in in_turns(list(makers), rounds):
         call = makers[name]()
-        start = time.perf_counter()
-        call()
-        seconds[name].append(time.perf_counter() - start)
+        with clock(seconds[name]):
+            call()
     return seconds
 
 
@@ -520,4 +517,4 @@ def random_llama(**sizes: Any) -> PreTrainedModel:
     usual = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
     usual |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**usual | sizes)).eval()
+    return LlamaForCausalLM(LlamaConfig(**usual | sizes)).eval()

@@ -5,7 +5,7 @@
     python eval/context_attention.py --contexts 6k --rows fixed-0.05,fluxion-0.1 --predictor predictor.safetensors
     python eval/context_attention.py --contexts 32k --read 6k --rows full,hgca-0.1
     python eval/context_attention.py --contexts 4k+512,4k+4k --rows fluxion-0.1 --predictor predictor.safetensors
-    python eval/context_attention.py --contexts 2k --rows bare,full,scout-1024 --tier one --threads 1
+    python eval/context_attention.py --contexts 2k --rows full,scout-1024 --tier one --threads 1
 
 All rows hold the keys and values of the same real text: full attention's cache reads it, the others take that over, and
 `hgca` and `fluxion`, which learn from a prompt, read it too. Then the rows take turns over the text's next tokens: some
@@ -14,11 +14,10 @@ so that rows can be compared at equal fidelity and not at equal budgets; `full`,
 rounding alone makes of it.
 
 Times are milliseconds, medians: `step` of the whole forward, `attention` in the attention function and the cache's
-`update`, all layers; of it `kernels` in compiled kernels, `retrieval` where the CPU predicts what heads of `fixed` and
-`fluxion` need of the host, chooses blocks and attends them, and `predict` in Fluxion's prediction alone
-(`predict_share`: of the step); these three with one memory. `wait` is how long the model's thread waits for the CPU.
-With the row `bare`, a model without attention and cache, `outside` is what a row adds to it without kernels:
-microseconds a layer of hooks, checks, plans, statistics, Python.
+`update`, all layers; of it `kernels` in compiled kernels (the rest is Python), `retrieval` where the CPU predicts what
+heads of `fixed` and `fluxion` need of the host, chooses blocks and attends them, and `predict` in Fluxion's prediction
+alone (`predict_share`: of the step); these three with one memory. `wait` is how long the model's thread waits for the
+CPU.
 
 `read` is what the CPU reads of keys, values and digests at each step, by arithmetic: everything for full attention, the
 budget and all digests for `scout`, the window and the kept share of the rest for `hgca`; for `fixed` and `fluxion`
@@ -37,20 +36,20 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import pandas as pd
 import torch
 import typer
 from tqdm import tqdm
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import common
 import hf_offload
 from hf_offload.tools.measuring import divergence
-from inside import Watch, digest_bytes, stored_tokens, token_bytes
+from inside import WATCHES, digest_bytes, stored_tokens, token_bytes, watching
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -58,20 +57,6 @@ TAIL = 128
 """Tokens at the end of batches and repeated contexts that all rows read themselves."""
 AS_PROMPT = {"append": "mean", "append_run": 0}
 """With these knobs `hgca` learns from such an append what it learns from the end of a prompt."""
-BARE = common.Row("bare", "bare")
-
-
-def bare_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model over the very same weights that attends to nothing, and whose modules get no hooks of a cache."""
-
-    def attend(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros_like(query.transpose(1, 2)), None
-
-    AttentionInterface.register(BARE.name, attend)
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    twin.set_attn_implementation(BARE.name)
-    twin.config.use_cache = False
-    return twin
 
 
 class Context:
@@ -85,40 +70,35 @@ class Context:
     """
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, lengths: list[int], read: int) -> None:
-        self.model, self.ids, self.lengths = model, ids, lengths
-        self.texts = [min(length, read) for length in lengths]
-        longest, device = max(lengths), ids.device
-        self.mask = torch.arange(longest, device=device) >= longest - torch.tensor(lengths, device=device)[:, None]
-        self.tail = TAIL if len(lengths) > 1 or longest > read else 0
+        self.model, self.ids, self.lengths = model, ids, torch.tensor(lengths, device=ids.device)[:, None]
+        self.longest, self.texts = max(lengths), self.lengths.clamp(max=read)
+        known, self.tail = int(self.texts.max()), TAIL if len(lengths) > 1 or self.longest > read else 0
+        slots = torch.arange(self.longest + ids.shape[1] - known, device=ids.device) - self.longest + self.lengths
+        self.mask = slots >= 0
         full = common.FULL.make_cache(model)
-        common.prefill(model, full, ids[:, : max(self.texts) - self.tail], chunk=2048)
+        common.prefill(model, full, ids[:, : known - self.tail], chunk=2048)
+        # Behind the padding the text, again and again, up to the tail.
+        places = slots[:, : self.longest - self.tail].clamp(min=0) % (self.texts - self.tail)
         self.known = DynamicCache(config=model.config)
         for index, layer in enumerate(full.layers):
-            self.known.update(*(self._batch(kept[0]) for kept in (layer.keys, layer.values)), index)
+            self.known.update(*(kept[0][:, places].transpose(0, 1) for kept in (layer.keys, layer.values)), index)
 
-    def _batch(self, kept: torch.Tensor) -> torch.Tensor:
-        """Of keys or values `[Hkv, n, D]` what the rows hold but for their tails `[B, Hkv, longest - tail, D]`."""
-        longest = max(self.lengths) - self.tail
-        rows = kept.new_zeros(len(self.lengths), kept.shape[0], longest, kept.shape[2])
-        for row, length, text in zip(rows, self.lengths, self.texts, strict=True):
-            tokens, known = length - self.tail, text - self.tail
-            row[:, longest - tokens :] = kept[:, :known].repeat(1, -(-tokens // known), 1)[:, :tokens]
-        return rows
+    def mask_to(self, stop: int) -> torch.Tensor | None:
+        """The attention mask of the tokens before `stop`, counted from the longest row's end; None without padding."""
+        mask = self.mask[:, : self.longest + stop]
+        return None if mask.all() else mask.long()
 
     def make_cache(self, row: common.Row) -> Cache:
         """A row's cache that holds it."""
-        row.activate(self.model)
+        cache: Any = row.make_cache(self.model)
         if row is common.FULL:
-            cache: Any = copy.deepcopy(self.known)
+            cache = copy.deepcopy(self.known)
+        elif cache.policy.requirements.learns_from_prompts and not self.tail:
+            common.prefill(self.model, cache, self.ids[:, : self.longest], chunk=2048)
         else:
-            cache = row.make_cache(self.model)
-            if cache.policy.requirements.learns_from_prompts and not self.tail:
-                common.prefill(self.model, cache, self.ids[:, : self.lengths[0]], chunk=2048)
-                return cache
             knobs = AS_PROMPT if self.tail and row.policy == "hgca" else {}
-            mask = self.mask[:, : -self.tail or None]
             cache = hf_offload.HybridCache.from_cache(
-                self.known, self.model, row.policy, attention_mask=None if mask.all() else mask, **row.options, **knobs
+                self.known, self.model, row.policy, attention_mask=self.mask_to(-self.tail), **row.options, **knobs
             )
         if self.tail:
             self.feed(cache, -self.tail, 0)
@@ -126,13 +106,10 @@ class Context:
 
     def feed(self, cache: Cache, first: int, stop: int) -> torch.Tensor:
         """Let every row take in its tokens first..stop-1, counted from its own end; the last logits `[B, V]`."""
-        device = self.ids.device
-        places = torch.arange(first, stop, device=device) + torch.tensor(self.texts, device=device)[:, None]
-        more = self.mask.new_ones(len(self.lengths), max(stop, 0))
-        mask = torch.cat((self.mask, more), 1)[:, : self.mask.shape[1] + stop]
+        places = torch.arange(first, stop, device=self.ids.device) + self.texts
         logits: torch.Tensor = self.model(
             self.ids[0, places], past_key_values=cache, position_ids=places, logits_to_keep=1,
-            attention_mask=None if mask.all() else mask.long(),
+            attention_mask=self.mask_to(stop),
         ).logits  # fmt: skip
         return logits[:, -1]
 
@@ -143,13 +120,13 @@ class Context:
         `[N, B, V]`.
         """
         row.activate(self.model)
-        times, logits, watch = [], [], Watch()
-        with watch.watching(self.model.config._attn_implementation, cache):
+        times, logits = [], []
+        with watching(self.model.config._attn_implementation, cache) as seconds:
             for at in range(first, first + steps):
-                watch.clear()
-                with common.clock() as seconds:
+                seconds.update(dict.fromkeys(WATCHES, 0.0))
+                with common.clock() as spent:
                     logits.append(self.feed(cache, at, at + 1))
-                times.append({name: 1000 * spent for name, spent in {"step": seconds[0], **watch.seconds}.items()})
+                times.append({name: 1000 * each for name, each in {"step": spent[0], **seconds}.items()})
         return times[WARM_UP:], torch.stack(logits).float().log_softmax(-1).cpu()
 
 
@@ -176,42 +153,35 @@ def read_bytes(model: PreTrainedModel, row: common.Row, cache: Cache) -> tuple[f
 
 def measure(context: Context, rows: list[common.Row], rounds: int, steps: int) -> list[dict[str, Any]]:
     """One line a row, full attention first."""
-    every, model = [common.FULL, *(row for row in rows if row.policy != BARE.policy)], context.model
+    every = [common.FULL, *rows]
     caches = {row.name: context.make_cache(row) for row in tqdm(every, desc="contexts", leave=False)}
-    twin = bare_copy(model) if BARE in rows else None
-    times: dict[str, list[dict[str, float]]] = {row.name: [] for row in every}
-    bare: list[float] = []
-    seen: dict[str, list[torch.Tensor]] = {row.name: [] for row in every}
+    times: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    seen: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for number, row in common.in_turns(every, rounds):
         at = number * (WARM_UP + steps)
         found, logits = context.decode(row, caches[row.name], at, WARM_UP + steps)
         seen[row.name].append(logits)
         times[row.name] += found
-        if twin is not None:
-            token = context.ids[:, at : at + WARM_UP + steps].expand(len(context.lengths), -1)
-            bare += common.decode(twin, None, token)[0][WARM_UP:]
-    lines = []
+    lines: list[dict[str, Any]] = []
     for row in every:
-        cache = caches[row.name]
-        steps_of_row = pd.DataFrame(times[row.name])
-        p20, p50, p80 = (steps_of_row.quantile(share) for share in (0.2, 0.5, 0.8))
-        line: dict[str, Any] = {"context": "+".join(map(str, context.lengths)), "row": row.name}
-        line |= {name: value or None for name, value in p50.items()}
-        base, everything = lines[0] if lines else line, read_bytes(model, common.FULL, caches[common.FULL.name])[0]
-        line |= {f"{name}_ratio": line[name] / base[name] for name in ("step", "attention")}
+        cache, frame = caches[row.name], pd.DataFrame(times[row.name])
+        line: dict[str, Any] = {"context": "+".join(map(str, context.lengths.flatten().tolist())), "row": row.name}
+        line |= {name: value or None for name, value in frame.median().items()}
+        first = lines[0] if lines else line
+        line |= {f"{name}_ratio": line[name] / first[name] for name in ("step", "attention")}
         if line["predict"]:
-            line["predict_share"] = (steps_of_row.predict / steps_of_row.step).median()
-        if bare and row is not common.FULL:
-            line["outside"] = 1000 * (line["step"] - np.median(bare) - (line["kernels"] or 0)) / len(cache.layers)
-        stats = {} if row is common.FULL else cache.stats().as_dict()
-        if stats:
-            line["wait"] = 1000 * stats["wait_seconds"] / stats["steps"]
-        read, chosen = read_bytes(model, row, cache)
-        line |= {"read_MiB": read / 2**20, "read_ratio": read / everything}
-        line |= {"chosen_MiB": None if chosen is None else chosen / 2**20, "kept": stats.get("kept_share")}
+            line["predict_share"] = (frame.predict / frame.step).median()
+        if row is not common.FULL:
+            stats = cache.stats().as_dict()
+            line |= {"wait": 1000 * stats["wait_seconds"] / stats["steps"], "kept": stats.get("kept_share")}
+        read, chosen = read_bytes(context.model, row, cache)
+        line |= {"read_MiB": read / 2**20, "chosen_MiB": None if chosen is None else chosen / 2**20}
+        line["read_ratio"] = line["read_MiB"] / first["read_MiB"]
         kl, top1 = divergence(torch.cat(seen[row.name]), torch.cat(seen[common.FULL.name]))
         line |= {"kl": float(kl.mean()), "top1": top1}
-        lines.append(line | {f"{x}_p{p}": at[x] for x in ("attention", "step") for p, at in ((20, p20), (80, p80))})
+        for name in ("attention", "step"):
+            line |= {f"{name}_p{percent}": frame[name].quantile(percent / 100) for percent in (20, 80)}
+        lines.append(line)
     return lines
 
 
@@ -231,14 +201,12 @@ def main(
 ) -> None:
     """Measure attention in long contexts."""
     batches = sorted((common.numbers(part.replace("+", ",")) for part in contexts.split(",")), key=sum)
-    chosen, (text,) = common.rows_of(rows, tier, predictor, known={"bare": BARE}), common.kinds_of(kind)
-    most = max(map(max, batches)) if read is None else common.numbers(read)[0]
-    for batch in batches:
-        if (len(batch) > 1 or max(batch) > most) and min(*batch, most) < 2 * TAIL:
-            raise typer.BadParameter(f"{min(*batch, most)} tokens leave too few before the last {TAIL}; raise --read")
+    chosen, (text,) = common.rows_of(rows, tier, predictor), common.kinds_of(kind)
+    longest = max(map(max, batches))
+    most = longest if read is None else common.numbers(read)[0]
     model, tokenizer = setting.load()
     following = rounds * (WARM_UP + steps)
-    ids = setting.window(tokenizer, text, 0, min(max(map(max, batches)), most) + following).to(model.device)
+    ids = setting.window(tokenizer, text, 0, min(longest, most) + following).to(model.device)
     size = {"steps": steps * rounds, "kind": text, "tier": tier, "text_tokens": most}
     records: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -246,8 +214,7 @@ def main(
             records += [line | size for line in measure(Context(model, ids, lengths, most), chosen, rounds, steps)]
             setting.write(records)
             gc.collect()
-    columns = [c for c in records[0] | records[-1] if c not in size and not c.endswith(("_p20", "_p80"))]
-    common.show("ms a token, MiB that a step reads, and both against full attention", records, columns)
+    common.show("ms a token, MiB that a step reads, and both against full attention", records)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Beside it `bench_cpu.py` calls the kernels, and `quality.py` and `context_attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -26,59 +26,44 @@ RETRIEVAL = (PREDICT, "the choice of host blocks", "counts of the choice", "atte
 """Labels of the launches in which the CPU chooses and attends blocks of the host."""
 
 
-class Watch:
-    """Stopwatches that run while attention is computed.
+WATCHES = ("attention", "kernels", "retrieval", "predict")
 
-    Attributes:
-        seconds: by name. "attention": in the attention function and in the cache's `update`; "kernels": of them in
-            compiled kernels; "retrieval": of these in the launches of `RETRIEVAL`; "predict": of these in Fluxion's
-            prediction. With two memories the last three count the threads that run beside the model's, too.
+
+@contextmanager
+def watching(name: str, cache: Cache) -> Iterator[dict[str, float]]:
+    """Stopwatches that run while attention is computed: seconds by name.
+
+    "attention": in the attention function of this name and in the cache's `update`; "kernels": of them in compiled
+    kernels; "retrieval": of these in the launches of `RETRIEVAL`; "predict": of these in Fluxion's prediction. With two
+    memories the last three count the threads that run beside the model's, too.
     """
-
-    NAMES = ("attention", "kernels", "retrieval", "predict")
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Set all to 0."""
-        self.seconds = dict.fromkeys(self.NAMES, 0.0)
-
-    def timed(self, work: Callable[..., Any], *names: str) -> Callable[..., Any]:
-        """The same function, with some of the stopwatches running inside."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with common.clock() as spent:
-                result = work(*args, **kwargs)
-            for name in names:
-                self.seconds[name] += spent[0]
-            return result
-
-        return run
+    seconds = dict.fromkeys(WATCHES, 0.0)
+    attend, run = AttentionInterface()[name], LaunchSequence.run
+    parts: WeakKeyDictionary[LaunchSequence, list[tuple[tuple[str, ...], LaunchSequence]]] = WeakKeyDictionary()
 
     @contextmanager
-    def watching(self, name: str, cache: Cache) -> Iterator[None]:
-        """Let them run in the attention function of a name, in a cache's `update` and in kernels."""
-        attend, run = AttentionInterface()[name], LaunchSequence.run
-        parts: WeakKeyDictionary[LaunchSequence, list[tuple[Callable[..., Any], LaunchSequence]]] = WeakKeyDictionary()
+    def timed(*names: str) -> Iterator[None]:
+        """Let some of the stopwatches run inside."""
+        with common.clock() as spent:
+            yield
+        for one in names:
+            seconds[one] += spent[0]
 
-        def run_parts(sequence: LaunchSequence) -> None:
-            if sequence not in parts:
-                groups = [(names, list(launches)) for names, launches in groupby(sequence.launches, _names_of)]
-                parts[sequence] = [
-                    (self.timed(run, *names), LaunchSequence(launches) if groups[1:] else sequence)
-                    for names, launches in groups
-                ]
-            for work, part in parts[sequence]:
-                work(part)
+    def run_parts(sequence: LaunchSequence) -> None:
+        if sequence not in parts:
+            groups = [(names, list(launches)) for names, launches in groupby(sequence.launches, _names_of)]
+            parts[sequence] = [(names, LaunchSequence(each) if groups[1:] else sequence) for names, each in groups]
+        for names, part in parts[sequence]:
+            with timed(*names):
+                run(part)
 
-        AttentionInterface.register(name, self.timed(attend, "attention"))
-        update = mock.patch.object(cache, "update", self.timed(cache.update, "attention"))
-        try:
-            with mock.patch.object(LaunchSequence, "run", run_parts), update:
-                yield
-        finally:
-            AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, timed("attention")(attend))
+    update = mock.patch.object(cache, "update", timed("attention")(cache.update))
+    try:
+        with mock.patch.object(LaunchSequence, "run", run_parts), update:
+            yield seconds
+    finally:
+        AttentionInterface.register(name, attend)
 
 
 def _names_of(launch: Launch) -> tuple[str, ...]:

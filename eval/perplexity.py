@@ -26,66 +26,58 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from scipy.stats import sem
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import common
 
-BLOCK_SIZE, CHUNK = 32, 512
+BLOCK_SIZE, CHUNK = 32, 128
 GRID = [f"hgca-{ratio}-{beta}" for ratio in (0.1, 0.25, 0.5, 0.75) for beta in (0.25, 0.5, 0.75, 1)]
 
 
-def shares_of(texts: list[str], tokens: int, tier: str | None) -> dict[str, Any]:
+def shares_of(texts: list[str], tokens: int) -> dict[str, Any]:
     """Of a `--row`'s texts and of the grid the rows that attend shares of so many tokens, by name."""
     rows: dict[str, Any] = {"grid": GRID}
     for name in re.findall(r"hgca-[\d.]+-[\d.]+|window-\d*\.\d+", ",".join([*texts, *GRID])):
         policy, share, *beta = name.split("-")
         newest = math.ceil(float(share) * tokens / BLOCK_SIZE) * BLOCK_SIZE
         knobs = {"window": newest, "beta": float(*beta)} if beta else {"budget": newest}
-        rows[name] = common.Row(
-            name, policy, knobs | {"block_size": BLOCK_SIZE} | ({} if tier is None else {"tier": tier})
-        )
+        rows[name] = common.Row(name, policy, knobs | {"block_size": BLOCK_SIZE})
     return rows
 
 
-def loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood `[B, T]` float64 of tokens `[B, T]` under logits `[B, T, V]`."""
-    return -logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0].cpu().double()
-
-
-def reference(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Losses `[B, T]` of full attention for tokens 1… of each sequence `[B, T + 1]`, one sequence after the other."""
-    rows = []
-    for row in tqdm(ids, desc="full attention", unit="text", delay=5, leave=False):
-        cache = common.FULL.make_cache(model)
-        parts = zip(row[None, :-1].split(CHUNK, 1), row[None, 1:].split(CHUNK, 1), strict=True)
-        rows.append(torch.cat([loss(model(part, past_key_values=cache).logits, after) for part, after in parts], 1))
-    return torch.cat(rows)
-
-
 def decode(model: PreTrainedModel, row: common.Row, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Losses `[B, T]` of a row for tokens 1… of the sequences `[B, T + 1]`, decoded one by one; kept share and time."""
-    cache, losses, start = row.make_cache(model), [], time.perf_counter()
-    for at in tqdm(range(1, ids.shape[1]), desc=row.name, unit="token", delay=5, leave=False):
-        logits = model(ids[:, at - 1, None], past_key_values=cache).logits
-        losses.append(loss(logits, ids[:, at, None]))
-    milliseconds = 1000 * (time.perf_counter() - start) / len(losses)
-    return torch.cat(losses, 1), {"kept_share": cache.stats().as_dict().get("kept_share"), "ms_per_step": milliseconds}
+    """Losses `[B, T]` float64 (negative log-likelihood) of a row for tokens 1… of the sequences `[B, T + 1]`, decoded
+    one by one, or chunk by chunk with full attention; and what that took.
+    """
+    cache, losses, chunk = row.make_cache(model), [], CHUNK if row is common.FULL else 1
+    start, parts = time.perf_counter(), list(zip(ids[:, :-1].split(chunk, 1), ids[:, 1:].split(chunk, 1), strict=True))
+    for part, following in tqdm(parts, desc=row.name, delay=5, leave=False):
+        logits = model(part, past_key_values=cache).logits
+        losses.append(-logits.float().log_softmax(-1).gather(-1, following[..., None])[..., 0].cpu().double())
+    if row is common.FULL:
+        return torch.cat(losses, 1), {}
+    facts = {"attended": row.options.get("window", row.options.get("budget"))}
+    facts["kept_share"] = cache.stats().as_dict().get("kept_share")
+    facts["ms_per_step"] = 1000 * (time.perf_counter() - start) / len(losses)
+    if share := re.fullmatch(r"hgca-([\d.]+)-([\d.]+)", row.name):
+        facts |= {"ratio": float(share[1]), "beta": float(share[2])}
+    return torch.cat(losses, 1), facts
 
 
 def told(nll: torch.Tensor, full: torch.Tensor) -> dict[str, Any]:
     """Perplexity and its difference to full attention's, in nats a token, of losses `[sequences, T]` on one text."""
     less, perplexity = nll - full, float(nll.mean().exp())
-
-    def error(values: torch.Tensor) -> float:
-        """Standard error of the mean of independent values."""
-        return float(values.std() / values.numel() ** 0.5)
-
     return {
-        "perplexity": perplexity, "perplexity_se": perplexity * error(nll),
-        "perplexity_full": float(full.mean().exp()), "nll_more": float(less.mean()), "nll_more_se": error(less),
-        "tokens": nll.shape[1], "sequences": len(nll),
-    }  # fmt: skip
+        "perplexity": perplexity,
+        "perplexity_se": perplexity * sem(nll, axis=None),
+        "perplexity_full": float(full.mean().exp()),
+        "nll_more": float(less.mean()),
+        "nll_more_se": sem(less, axis=None),
+        "tokens": nll.shape[1],
+        "sequences": len(nll),
+    }
 
 
 def main(
@@ -99,30 +91,23 @@ def main(
 ) -> None:
     """Measure the perplexity of texts that are decoded token by token."""
     kinds = common.kinds_of(texts)
-    chosen = common.rows_of(rows, tier, known=shares_of(rows, tokens, tier))
-    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
-    progress = setting.records(("row", "kind"), chosen, **about)
+    chosen = common.rows_of(rows, tier, known=shares_of(rows, tokens))
     model, tokenizer = setting.load()
+    common.check_rows(chosen, model)
     starts = [(kind, common.OFFSETS[kind][0] + number * tokens) for kind in kinds for number in range(batch)]
     ids = torch.cat([setting.window(tokenizer, kind, start, tokens + 1) for kind, start in starts]).to(model.device)
-    places = {kind: slice(number * batch, (number + 1) * batch) for number, kind in enumerate(kinds)}
-    with torch.inference_mode():
-        full = reference(model, ids)
-        records = [{"row": common.FULL.name, "kind": k} | told(full[p], full[p]) for k, p in places.items()]
-        common.check_rows(chosen, model)
-        for row in tqdm(chosen):
-            if (row.name, kinds[-1]) not in progress.found:
-                nll, facts = decode(model, row, ids)
-                knobs = {"attended": row.options.get("window", row.options.get("budget"))}
-                if share := re.fullmatch(r"hgca-([\d.]+)-([\d.]+)", row.name):
-                    knobs |= {"ratio": float(share[1]), "beta": float(share[2])}
-                for kind, place in places.items():
-                    progress.add({"row": row.name, "kind": kind} | knobs | told(nll[place], full[place]) | facts)
-            records += [progress.found[row.name, kind] for kind in kinds]
-            setting.write(records)
-    progress.remove()
-    columns = ("row", "kind", "perplexity", "perplexity_se", "nll_more", "nll_more_se", "kept_share", "ms_per_step")
-    common.show("nats a token more than full attention", records, columns)
+
+    def read(_: dict[str, Any]) -> torch.Tensor:
+        return decode(model, common.FULL, ids)[0]
+
+    def measure(full: torch.Tensor, row: common.Row) -> list[dict[str, Any]]:
+        nll, facts = (full, {}) if row is common.FULL else decode(model, row, ids)
+        each = zip(kinds, nll.split(batch), full.split(batch), strict=True)
+        return [{"kind": kind} | told(mine, other) | facts for kind, mine, other in each]
+
+    about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
+    records = common.over_texts(setting, [common.FULL, *chosen], [{}], read, measure, **about)
+    common.show("nats a token more than full attention", records)
 
 
 if __name__ == "__main__":

@@ -44,24 +44,21 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
 import typer
-from tqdm import tqdm
 from transformers import Cache, PreTrainedTokenizerBase
 
 import common
 import hf_offload
 from context_attention import read_bytes
 from hf_offload.tools import assets, measuring
-from plotting import plot
 from tasks.answers import Reading, answer
-from tasks.prompts import Prompter
+from tasks.prompts import Prompt, Prompter
 from tasks.run import Asking, run
 from tasks.samples import Sample
 
@@ -98,17 +95,15 @@ BUDGETS = (
     *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )
 KNOWN: dict[str, Any] = {"methods": METHODS, "budgets": BUDGETS, "variants": ("window-1024", *VARIANTS)}
+KNOWN[common.FULL.name] = common.FULL
 for _name, _knobs in VARIANTS.items():
     _two = {} if _knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
     KNOWN[_name] = common.Row(_name, "scout", {"budget": 1024} | _knobs | _two)
 
-Place = dict[str, Any]
-"""Which text: columns of the results."""
-
 
 @dataclass(frozen=True)
-class Options:
-    """What is asked for, beside a model and texts."""
+class Options(common.TextSetting):
+    """What is asked for, of which model and texts."""
 
     rows: common.RowsOption = field(default_factory=list)
     contexts: Annotated[str | None, typer.Option(help="Lengths; k is 1,024 [default: 6k, or 6500].")] = None
@@ -122,102 +117,60 @@ class Options:
     records: Annotated[int, typer.Option(min=10, max=240, help="extraction: records of a list.")] = 200
 
 
+Place = dict[str, Any]
+"""Which text: columns of the results."""
+Lines = list[dict[str, Any]]
+"""Further columns of the results."""
+
+
 class Ask:
-    """What is asked of every row, on some texts; by default with these rows, contexts, steps and limit."""
+    """What is asked of every row about some texts; by default with these rows, contexts, steps and limit.
+
+    A subclass has `places()`, the texts, `read(place)`, what all rows share of one, and `measure(read, row)`, what a
+    row makes of that.
+    """
 
     FILE: str
     ROWS: str
     CONTEXTS, STEPS, LIMIT = "6k", 192, 8
-    SIZES: tuple[str, ...] = ()
-    """Columns that are the same in all rows of the results."""
 
-    def __init__(self, options: Options, setting: common.TextSetting) -> None:
-        self.options, self.tier, self.kinds = options, options.tier, common.kinds_of(options.kinds)
-        self.setting = setting if setting.out != common.OUT else replace(setting, out=common.RESULTS / self.FILE)
-        self.contexts = common.numbers(options.contexts or self.CONTEXTS)
+    def __init__(self, options: Options) -> None:
+        self.options = replace(options, out=common.RESULTS / self.FILE) if options.out == common.OUT else options
+        self.kinds, self.contexts = common.kinds_of(options.kinds), common.numbers(options.contexts or self.CONTEXTS)
         self.steps, self.limit = options.steps or self.STEPS, options.limit or self.LIMIT
-
-    def rows(self) -> list[common.Row]:
-        """The rows that are asked."""
-        return common.rows_of(self.options.rows or [self.ROWS], self.tier, known=KNOWN)
-
-    def places(self) -> Iterator[Place]:
-        """The texts."""
-        raise NotImplementedError
-
-    def read(self, place: Place) -> Any:
-        """What all rows share of a text."""
-        raise NotImplementedError
-
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
-        """What a row makes of it; None: it is not asked."""
-        raise NotImplementedError
+        self.rows = common.rows_of(options.rows or [self.ROWS], options.tier, known=KNOWN)
 
     def run(self) -> None:
         """Ask every row about every text, and report."""
-        rows, sizes = self.rows(), {"steps": self.steps, "tier": self.tier, "records": self.options.records}
-        about = sizes | {"ask": self.FILE, "needles": self.options.needles, "prose": self.setting.source}
-        kept = self.setting.records(("row", "place"), rows, **about)
-        sizes |= {"text_tokens": max(self.contexts), "asked": self.options.records // 10}
-        same = {name: sizes[name] for name in self.SIZES}
-        self.model, self.tokenizer = self.setting.load()
-        self.model.set_attn_implementation("hybrid_sparse")
-        common.check_rows(rows, self.model)
-        places = list(self.places())
-        with tqdm(total=len(places) * len(rows)) as bar, torch.inference_mode():
-            for place in places:
-                context, called = None, ", ".join(map(str, place.values()))
-                for row in rows:
-                    bar.set_description(f"{called}: {row.name}")
-                    key = {"row": row.name, "place": called}
-                    if kept.key(key) not in kept.found:
-                        context = self.read(place) if context is None else context
-                        if (found := self.measure(context, row)) is not None:
-                            kept.add(key | place | found)
-                    bar.update()
-                lines = [{k: v for k, v in r.items() if k != "place"} | same for r in kept.found.values()]
-                self.setting.write(lines)
-        self.report(lines)
-        kept.remove()
+        options = self.options
+        self.model, self.tokenizer = options.load()
+        common.check_rows(self.rows, self.model)
+        about = {"ask": self.FILE, "steps": self.steps, "records": options.records, "needles": options.needles}
+        about |= {"tier": options.tier, "prose": options.source}
+        self.report(common.over_texts(options, self.rows, list(self.places()), self.read, self.measure, **about))
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
+    def report(self, lines: Lines) -> None:
         """Tell what has been found."""
-        means = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "tier", "steps", "number"], errors="ignore")
-        by = ["context", "row"] if "context" in means else ["row"]
-        table = means.groupby(by, sort=False).mean(numeric_only=True).reset_index()
-        common.show("means over the texts", table.astype(object).where(table.notna(), None).to_dict("records"))
+        frame = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "steps", "number"], errors="ignore")
+        by = ["context", "row"] if "context" in frame else ["row"]
+        common.show("means over the texts", frame.groupby(by, sort=False).mean(numeric_only=True).reset_index())
 
-
-COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
-
-
-def draw(source: Path) -> None:
-    """Draw a CSV beside it: KL against what a head reads, and against the time of a step.
-
-    A plot for each context; a curve for each method, and one for each form of the host's blocks.
-    """
-    frame = pd.read_csv(source).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
-    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
-    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
-    frame["method"] = frame.method.str.replace("host_dtype=", "")
-    contexts, methods = frame.context.unique(), list(frame.method.unique())
-    with plot(source.with_suffix(".png"), 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
-        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
-            for one, context in zip(row_of_axes, contexts, strict=True):
-                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
-                one.yaxis.set_major_formatter("{x:g}")
-                shown = frame[frame.context == context].dropna(subset=[cost])
-                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
-                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
-                    one.plot(mine[cost], mine.kl, "o-", color=color)
-                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
-                one.margins(x=0.15, y=0.1)
+    def decode(
+        self, row: common.Row, reading: measuring.Reading, **knobs: Any
+    ) -> tuple[hf_offload.HybridCache, torch.Tensor, dict[str, Any]]:
+        """Let a row decode what follows a reading: its cache, log-probabilities `[N, V]`, and columns of results."""
+        cache = measuring.hold(self.model, row.policy, {**row.options, **knobs}, reading)
+        logprobs, seconds = measuring.follow(self.model, cache, reading.following)
+        kl, top1 = measuring.divergence(logprobs, reading.full)
+        pace = 1000 * statistics.median(seconds[measuring.WARM_UP :] or seconds)
+        attended = cache.stats().as_dict()["attended_tokens"]
+        return cache, logprobs, {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": attended}
 
 
 class Text(Ask):
     """KL on running text, and what a step costs."""
 
-    FILE, ROWS, LIMIT, SIZES = "quality.csv", "methods", 1, ("text_tokens", "steps", "tier")
+    FILE, ROWS, LIMIT = "quality.csv", "methods", 1
 
     def places(self) -> Iterator[Place]:
         for length in self.contexts:
@@ -225,83 +178,50 @@ class Text(Ask):
                 for start in common.OFFSETS[kind][: self.limit]:
                     yield {"context": length, "kind": kind, "start": start}
 
-    def read(self, place: Place) -> tuple[measuring.Reading, list[Any] | None]:
+    def read(self, place: Place) -> tuple[measuring.Reading, list[Any]]:
         length, kind, start = place.values()
-        hidden = None
-        if self.options.needles and start == common.OFFSETS[kind][0]:
-            hidden = self._found_by_full(kind, length)
-        ids = self.setting.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
-        return measuring.read(self.model, ids, self.steps), hidden
+        ids = self.options.window(self.tokenizer, kind, start, length + self.steps).to(self.model.device)
+        seeds = range(self.options.needles if start == common.OFFSETS[kind][0] else 0)
+        numbers = [self.number(kind, length, seed) for seed in seeds]
+        found_by_full = [number for number in numbers if self.finds(common.row_of("full"), *number)]
+        return measuring.read(self.model, ids, self.steps), found_by_full
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
-        (reading, hidden), model = context, self.model
-        tier = row.options.get("tier", self.tier)
-        tiers = [tier] if tier or model.device.type != "cpu" else ["split", "one"]
-        line: dict[str, Any] = {}
-        for one in tiers:
-            options = {**row.options, **({} if one is None else {"tier": one})}
-            try:
-                cache = measuring.hold(model, row.policy, options, reading)
-            except ValueError:
-                if one != "split" or len(tiers) == 1:
-                    raise
-                continue  # a method that needs one memory
-            logprobs, seconds = measuring.follow(model, cache, reading.following)
-            kl, top1 = measuring.divergence(logprobs, reading.full)
-            host, stats = measuring.host_bytes(cache), cache.stats().as_dict()
-            if host is not None:
-                line |= {"kl_split": float(kl.mean()), "host": host / 2**20, "device": stats["device_bytes"] / 2**20}
-            lines = cache.layers[0].store.num_kv_heads * len(cache.layers)
-            pace = 1000 * statistics.median(seconds[measuring.WARM_UP :] or seconds)
-            line |= {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": stats["attended_tokens"]}
-            line["read"] = read_bytes(model, row, cache)[0] / lines / 2**10
-        if hidden is None:
-            return line
-        asked = row if self.tier is None else replace(row, options={"tier": self.tier, **row.options})
-        found = [self._finds(asked, *one) for one in hidden]
-        return line | {"found": sum(found) / len(found) if found else None}
+    def number(self, kind: str, tokens: int, seed: int) -> tuple[Reading, Prompt, Sample]:
+        """A hidden number, with what its prompt is for all rows."""
+        sample = number_in(self.options.text(kind), kind, seed, self.tokenizer, tokens)
+        prompt = Prompter(self.model, self.tokenizer, None, chat=True)(sample)
+        return Reading(self.model, prompt.ids.to(self.model.device)), prompt, sample
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
-        super().report(lines)
-        draw(self.setting.out)
-
-    def _found_by_full(self, kind: str, tokens: int) -> list[Any]:
-        """The hidden numbers that full attention finds, with what their prompts are for all rows."""
-        prompter = Prompter(self.model, self.tokenizer, None, chat=True)
-        samples = numbers_in(self.setting.text(kind), kind, range(self.options.needles), self.tokenizer, tokens)
-        prompts = [prompter(sample) for sample in samples]
-        if any(prompt.whole > prompt.ids.shape[1] for prompt in prompts):
-            raise typer.BadParameter(
-                f"{tokens} tokens, a question and its answer exceed the model's {prompter.positions} positions: give "
-                "shorter --contexts, or no --needles"
-            )
-        readings = [Reading(self.model, prompt.ids.to(self.model.device)) for prompt in prompts]
-        every = zip(readings, prompts, samples, strict=True)
-        return [one for one in every if self._finds(common.row_of("full"), *one)]
-
-    def _finds(self, row: common.Row, reading: Reading, prompt: Any, sample: Sample) -> bool:
+    def finds(self, row: common.Row, reading: Reading, prompt: Prompt, sample: Sample) -> bool:
+        """Whether a row's answer has a hidden number."""
         return bool(answer(reading, row, "dense", prompt, sample, self.tokenizer)["score"] > 0)
+
+    def measure(self, context: Any, row: common.Row) -> Lines:
+        (reading, numbers), line = context, {}
+        both = "tier" not in row.options and self.model.device.type == "cpu"
+        for knobs in ({"tier": "split"}, {"tier": "one"}) if both else ({},):
+            cache, _, told = self.decode(row, reading, **knobs)
+            host, device = measuring.host_bytes(cache), cache.stats().as_dict()["device_bytes"]
+            if host is not None:
+                line |= {"kl_split": told["kl"], "host": host / 2**20, "device": device / 2**20}
+            heads = cache.layers[0].store.num_kv_heads * len(cache.layers)
+            line |= told | {"read": read_bytes(self.model, row, cache)[0] / heads / 2**10}
+        if self.options.needles:
+            line["found"] = statistics.mean(self.finds(row, *one) for one in numbers) if numbers else None
+        return [line | {"text_tokens": max(self.contexts), "steps": self.steps, "tier": self.options.tier}]
 
 
 NEW_TOKENS = 24
 
 
-def numbers_in(
-    text: str, kind: str, seeds: Iterable[int], tokenizer: PreTrainedTokenizerBase, tokens: int
-) -> list[Sample]:
-    """A hidden number for each seed, in prompts of about so many tokens."""
-    found = []
-    for seed in seeds:
-        try:
-            needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
-        except ValueError as error:
-            raise typer.BadParameter(f"{kind}: {error}") from None
+def number_in(text: str, kind: str, seed: int, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Sample:
+    """A hidden number, in a prompt of about so many tokens."""
+    needle = assets.random_needle(text, tokenizer, seed, tokens=tokens)
 
-        def score(answer: str, needle: assets.Needle = needle) -> float:
-            return 100.0 * needle.found_in(answer)
+    def score(answer: str) -> float:
+        return 100.0 * needle.found_in(answer)
 
-        found.append(Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score))
-    return found
+    return Sample(kind, str(seed), needle.content, assets.QUESTION, NEW_TOKENS, score)
 
 
 class Needle(Ask):
@@ -315,22 +235,16 @@ class Needle(Ask):
 
         def hidden(kind: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
             seeds = range(kinds.index(kind), self.limit * len(kinds), len(kinds))
-            return numbers_in(self.setting.text(kind), kind, seeds, tokenizer, tokens)
+            return [number_in(self.options.text(kind), kind, seed, tokenizer, tokens) for seed in seeds]
 
         asking = Asking(rows=self.options.rows or [self.ROWS], limit=self.limit)
-        source = {"kinds": kinds, "tokens": tokens, "prose": self.setting.source}
-        run("Needles", kinds, hidden, asking, self.setting, **source)
+        run("Needles", kinds, hidden, asking, self.options, kinds=kinds, tokens=tokens, prose=self.options.source)
 
 
 class Extraction(Ask):
     """Records copied out of a long list."""
 
-    FILE, SIZES = "extraction.csv", ("records", "asked", "tier")
-    ROWS = (
-        "full,scout:budget=1024,scout:budget=2048,scout:samples=128,scout:samples=256,scout:samples=512,"
-        "quest:budget=1024,hgca:gpu_ratio=0.25,rescue=0,hgca:gpu_ratio=0.25,rescue=128,fixed_hybrid:budget=0.1,"
-        "window:budget=1024"
-    )
+    FILE, ROWS = "extraction.csv", "full,methods"
     FIRST = "amber bitter calm dusty early fallen gentle hollow iron jade keen lunar misty narrow olive pale"
     SECOND = "anchor bridge canyon drum engine ferry garden harbor island jungle kettle lantern meadow needle orchard"
 
@@ -340,13 +254,11 @@ class Extraction(Ask):
     def read(self, place: Place) -> tuple[measuring.Reading, torch.Tensor]:
         question, told = self.question(place["list"])
         said = [{"role": "user", "content": question}]
-        prompt = self.tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-        right = self.tokenizer(told, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        text = str(self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+        prompt, right = (common.ids_of(self.tokenizer, part, self.model.device) for part in (text, told))
         # Fed are the prompt's last token and all of the answer but its own.
-        ids = torch.cat([prompt, right], 1)[:, :-1].to(self.model.device)
-        return measuring.read(self.model, ids, right.shape[1]), right[0]
+        ids = torch.cat([prompt, right], 1)[:, :-1]
+        return measuring.read(self.model, ids, right.shape[1]), right[0].cpu()
 
     def question(self, seed: int) -> tuple[str, str]:
         """A question over a list of records, and its answer: JSON with the asked keys in the order of the question."""
@@ -362,14 +274,13 @@ class Extraction(Ask):
         )
         return question, json.dumps({key: held[key] for key in wanted}, indent=0)
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
+    def measure(self, context: Any, row: common.Row) -> Lines:
         reading, right = context
-        cache = measuring.hold(self.model, row.policy, dict(row.options), reading)
-        logprobs, _ = measuring.follow(self.model, cache, reading.following)
-        kl, kept = measuring.divergence(logprobs, reading.full)
+        _, logprobs, told = self.decode(row, reading)
         mine, full = ((found.argmax(-1) == right).float().mean().item() for found in (logprobs, reading.full))
-        told = {"kept": kept, "right": mine, "right_full": full, "kl": float(kl.mean())}
-        return told | {"attended": cache.stats().as_dict()["attended_tokens"]}
+        line = {"kept": told["top1"], "right": mine, "right_full": full, "kl": told["kl"], "attended": told["attended"]}
+        asked = self.options.records // 10
+        return [line | {"records": self.options.records, "asked": asked, "tier": self.options.tier}]
 
 
 class SecondTurn(Ask):
@@ -378,97 +289,87 @@ class SecondTurn(Ask):
     FILE, ROWS, CONTEXTS, STEPS = "second_turn.csv", "hgca-0.1,hgca-0.1-once,scout-1024", "6500", 48
     FIRST = "What is this text about? Answer in one sentence."
 
-    def rows(self) -> list[common.Row]:
-        return [common.FULL, *super().rows()]
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.rows = [common.FULL, *self.rows]
 
     def places(self) -> Iterator[Place]:
         for seed in range(self.limit * len(self.kinds)):
             yield {"kind": self.kinds[seed % len(self.kinds)], "seed": seed}
 
-    def read(self, place: Place) -> dict[str, Any]:
+    def read(self, place: Place) -> tuple[assets.Needle, torch.Tensor, dict[str, Any]]:
+        """A number, full attention's answer to the first turn `[1, steps]`, and what it makes of both turns."""
         kind, seed = place.values()
-        text, tokens = self.setting.text(kind), self.contexts[0]
+        text, tokens = self.options.text(kind), self.contexts[0]
         needle = assets.random_needle(text, self.tokenizer, seed, tokens=tokens, question=self.FIRST)
-        prompt, cache = needle.prompt.to(self.model.device), common.FULL.make_cache(self.model)
-        first = self._generate(cache, prompt, self.steps, self.steps)
-        context = {"needle": needle, "prompt": prompt, "first": first}
-        context["full"] = self._second(context, common.FULL, cache)
-        return context | {"spoken": self.tokenizer.decode(first[0], skip_special_tokens=True).strip()}
+        cache = common.FULL.make_cache(self.model)
+        first, spoken = self.generate(cache, needle.prompt.to(self.model.device), self.steps, self.steps)
+        return needle, first, self.second(needle, first, cache) | {"first_answer": spoken}
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any] | None:
+    def measure(self, context: Any, row: common.Row) -> Lines:
+        needle, first, full = context
         if row is common.FULL:
-            return context["full"] | {"first_answer": context["spoken"]}
-        if not context["full"]["found"] or context["needle"].found_in(context["spoken"]):
-            return None
+            return [full]
+        if not full["found"] or needle.found_in(full["first_answer"]):
+            return []
         cache: Any = row.make_cache(self.model)
-        common.prefill(self.model, cache, context["prompt"])
-        for token in context["first"][:, :-1].split(1, 1):
-            self.model(token, past_key_values=cache)
-        return self._second(context, row, cache) | {"kept_share": cache.stats().as_dict().get("kept_share")}
+        common.prefill(self.model, cache, needle.prompt.to(first.device))
+        common.decode(self.model, cache, first[:, :-1])
+        return [self.second(needle, first, cache) | {"kept_share": cache.stats().as_dict().get("kept_share")}]
 
-    def _second(self, context: dict[str, Any], row: common.Row, cache: Cache) -> dict[str, Any]:
-        """The answer to the second turn."""
-        row.activate(self.model)
-        ids = torch.cat([context["prompt"], context["first"], self.next_turn().to(self.model.device)], 1)
-        text = self.tokenizer.decode(self._generate(cache, ids, NEW_TOKENS)[0], skip_special_tokens=True).strip()
-        needle = context["needle"]
-        found = {"tokens": context["prompt"].shape[1], "number": needle.number}
-        return found | {"found": int(needle.found_in(text)), "answer": text}
+    def second(self, needle: assets.Needle, first: torch.Tensor, cache: Cache) -> dict[str, Any]:
+        """The answer to the second turn of a cache that holds the first one."""
+        following = common.ids_of(self.tokenizer, self.next_turn(), first.device)
+        ids = torch.cat([needle.prompt.to(first.device), first, following], 1)
+        _, text = self.generate(cache, ids, NEW_TOKENS)
+        told = {"tokens": needle.prompt.shape[1], "number": needle.number}
+        return told | {"found": int(needle.found_in(text)), "answer": text}
 
-    def next_turn(self) -> torch.Tensor:
-        """Token ids `[1, N]` of what follows an answer: its end, the next question, and the start of its answer."""
-        following, answer = f"\n\n{assets.QUESTION}\n", "An answer of 1234567 words."
-        if self.tokenizer.chat_template:
-            said = zip(("user", "assistant", "user"), ("Hello.", answer, assets.QUESTION), strict=True)
-            turns = [{"role": role, "content": content} for role, content in said]
-            text = str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-            following = text.partition(answer)[2]
-        return self.tokenizer(following, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    def next_turn(self) -> str:
+        """What follows an answer: its end, the next question, and the start of its answer."""
+        if not self.tokenizer.chat_template:
+            return f"\n\n{assets.QUESTION}\n"
+        answer = "An answer of 1234567 words."
+        said = zip(("user", "assistant", "user"), ("Hello.", answer, assets.QUESTION), strict=True)
+        turns = [{"role": role, "content": content} for role, content in said]
+        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return str(text).partition(answer)[2]
 
-    def _generate(self, cache: Cache, ids: torch.Tensor, most: int, least: int = 0) -> torch.Tensor:
-        """New tokens `[1, ≤ most]` after ids `[1, N]`, of which the cache holds a beginning."""
+    def generate(self, cache: Cache, ids: torch.Tensor, most: int, least: int = 0) -> tuple[torch.Tensor, str]:
+        """New tokens `[1, ≤ most]` after ids `[1, N]`, of which the cache holds a beginning, and their text."""
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
             max_new_tokens=most, min_new_tokens=least,
-        )  # fmt: skip
-        return out[:, ids.shape[1] :]
+        )[:, ids.shape[1] :]  # fmt: skip
+        return out, self.tokenizer.decode(out[0], skip_special_tokens=True).strip()
 
 
 class Error(Text):
     """The error that drawn keys tell of themselves."""
 
-    FILE, ROWS, STEPS, SIZES = "error_estimate.csv", "scout:samples=128,scout:samples=512", 300, ()
+    FILE, ROWS, STEPS = "error_estimate.csv", "scout:samples=128,scout:samples=512", 300
     FACTOR = 3.0
 
-    def measure(self, context: Any, row: common.Row) -> dict[str, Any]:
-        reading, _ = context
-        cache = measuring.hold(self.model, row.policy, {**row.options, "check_every": 1}, reading)
-        measuring.follow(self.model, cache, reading.following)
-        layers = cache.stats().as_dict()["layers"]
-        return {"points": [[layer["layer"], *pair] for layer in layers for pair in layer["checked_errors"]]}
+    def measure(self, context: Any, row: common.Row) -> Lines:
+        cache, *_ = self.decode(row, context[0], check_every=1)
+        return [
+            {"samples": row.options["samples"], "layer": layer["layer"], "estimated": estimated, "true": true}
+            for layer in cache.stats().as_dict()["layers"]
+            for estimated, true in layer["checked_errors"]
+        ]
 
-    def report(self, lines: list[dict[str, Any]]) -> None:
-        """Write lines by samples and layer in place of the points, and draw these."""
-        columns = ["samples", "layer", "estimated", "true"]
-        rows = [[int(r["row"].partition("samples=")[2].split(",")[0]), *point] for r in lines for point in r["points"]]
-        points, lines = pd.DataFrame(rows, columns=columns), []
-        for samples, mine in points.groupby("samples"):
-            for layer, each in [("all", mine), *mine.groupby("layer")]:
-                within = (each.true <= self.FACTOR * each.estimated).mean()
-                roots = {name: math.sqrt((each[name] ** 2).mean()) for name in ("estimated", "true")}
-                lines.append({"samples": samples, "layer": layer, "points": len(each), "within": within} | roots)
-        contexts = " ".join(f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in self.contexts)
-        size = {"contexts": contexts, "kinds": " ".join(self.kinds), "steps": self.steps}
-        self.setting.write([line | size for line in lines])
-        common.show("errors of the softmax's sum", [line for line in lines if line["layer"] == "all"])
-        each = list(points.groupby("samples"))
-        with plot(self.setting.beside(".png"), 1, len(each), figsize=(5.5 * len(each), 5), squeeze=False) as axes:
-            for one, (samples, mine) in zip(axes.flat, each, strict=True):
-                one.scatter(mine.estimated.clip(1e-6), mine.true.clip(1e-6), c=mine.layer, s=2)
-                for factor, style in ((1.0, "solid"), (self.FACTOR, "dashed")):
-                    one.plot([1e-5, 1.0], [1e-5 * factor, factor], color="black", linewidth=1, linestyle=style)
-                title = f"samples={samples}; dashed: {self.FACTOR:g} times the estimate"
-                one.set(xscale="log", yscale="log", xlabel="estimated error", ylabel="true error", title=title)
+    def report(self, lines: Lines) -> None:
+        """Write lines by samples and layer in place of the points."""
+        points = pd.DataFrame(lines)
+        points["within"] = points.true <= self.FACTOR * points.estimated
+        groups = pd.concat([points.assign(layer="all"), points]).groupby(["samples", "layer"], sort=False)
+        found = pd.DataFrame({"points": groups.size(), "within": groups.within.mean()})
+        for name in ("estimated", "true"):
+            found[name] = groups[name].agg(lambda each: math.sqrt((each**2).mean()))
+        contexts = (self.options.contexts or self.CONTEXTS).replace(",", " ")
+        found = found.reset_index().assign(contexts=contexts, kinds=" ".join(self.kinds), steps=self.steps)
+        self.options.write(found.to_dict("records"))
+        common.show("errors of the softmax's sum", found[found.layer == "all"])
 
 
 ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn": SecondTurn, "error": Error}
@@ -477,11 +378,10 @@ ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn":
 def main(
     ask: Annotated[Literal[*ASKS], typer.Option(help="What is asked.")] = "text",
     *,
-    options: Options,
-    setting: common.TextSetting = common.EXACT_TEXT,
+    options: Options = Options(dtype="float32"),
 ) -> None:
     """Compare policies with full attention, and say what they cost."""
-    ASKS[ask](options, setting).run()
+    ASKS[ask](options).run()
 
 
 if __name__ == "__main__":

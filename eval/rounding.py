@@ -15,11 +15,9 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from tqdm import tqdm
 from transformers import AttentionInterface, PreTrainedModel
 
 import common
@@ -107,7 +105,7 @@ def other(model: PreTrainedModel, row: common.Row, reading: measuring.Reading, c
     return plain(model, row, changed, measuring.hold(model, row.policy, row.options, changed))
 
 
-WAYS: dict[str, Way] = {way.__name__: way for way in (noise, drafts, fork, crop, load, batch, other)}
+WAYS: tuple[Way, ...] = (noise, drafts, fork, crop, load, batch, other)
 
 
 def compared(found: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
@@ -122,29 +120,27 @@ def main(
     contexts: common.ContextsOption = "4k",
     kinds: common.KindsOption = common.KINDS,
     steps: common.StepsOption = 256,
-    ways: Annotated[str, typer.Option(help="Ways, comma-separated.")] = ",".join(WAYS),
     *,
     setting: common.TextSetting = common.EXACT_TEXT,
 ) -> None:
     """Compare ways to decode the same tokens."""
-    chosen, names = common.rows_of(rows), common.listed(ways, WAYS, "ways")
+    chosen = common.rows_of(rows)
+    places = [{"context": n, "kind": kind} for n in common.numbers(contexts) for kind in common.kinds_of(kinds)]
     model, tokenizer = setting.load()
-    model.set_attn_implementation("hybrid_sparse")
     common.check_rows(chosen, model)
-    places = [(length, kind) for length in common.numbers(contexts) for kind in common.kinds_of(kinds)]
-    lines: list[dict[str, Any]] = []
-    with tqdm(total=len(places) * len(chosen) * len(names)) as bar, torch.inference_mode():
-        for length, kind in places:
-            ids = setting.window(tokenizer, kind, common.OFFSETS[kind][0], length + steps)
-            reading = measuring.read(model, ids.to(model.device), steps)
-            for row in chosen:
-                held = partial(measuring.hold, model, row.policy, row.options, reading)
-                want = plain(model, row, reading, held())
-                for name in names:
-                    told = compared(WAYS[name](model, row, reading, held()), want)
-                    lines.append({"row": row.name, "context": length, "kind": kind, "steps": steps, "way": name} | told)
-                    bar.update()
-    setting.write(lines)
+
+    def read(place: dict[str, Any]) -> measuring.Reading:
+        kind = place["kind"]
+        ids = setting.window(tokenizer, kind, common.OFFSETS[kind][0], place["context"] + steps)
+        return measuring.read(model, ids.to(model.device), steps)
+
+    def measure(reading: measuring.Reading, row: common.Row) -> list[dict[str, Any]]:
+        held = partial(measuring.hold, model, row.policy, row.options, reading)
+        want = plain(model, row, reading, held())
+        found = {way.__name__: compared(way(model, row, reading, held()), want) for way in WAYS}
+        return [{"steps": steps, "way": name} | each for name, each in found.items()]
+
+    common.over_texts(setting, chosen, places, read, measure, steps=steps, prose=setting.source)
 
 
 if __name__ == "__main__":

@@ -40,8 +40,6 @@ def run(settings: str, script: str, *arguments: str) -> None:
     given = json.loads(settings)
     name, file = given["assets"]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
     sys.modules[name] = assets = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(assets)
     homes = [module for name, module in sys.modules.items() if name.startswith("hf_offload.")]

@@ -43,6 +43,7 @@ def test_csv_carries_what_the_result_depends_on(tmp_path: Path, monkeypatch: pyt
     """Of a file that a command names it tells the name, and not where it lay."""
     given = ["/home/me/novel.txt", "--row=fluxion:predictor=/a/p.safetensors,tau=0.1", "Qwen/Qwen3-8B"]
     monkeypatch.setattr("sys.argv", ["eval/quality.py", *given])
+    monkeypatch.setattr("__main__.__spec__", None)  # as of a script, and not of a module such as pytest
     path = tmp_path / "new" / "results.csv"
     common.write_csv(path, [{"row": "a", "ms": 1.23456789}, {"row": "b", "ms": 2, "note": "late"}])
     with path.open(newline="") as file:
@@ -91,3 +92,26 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert [*processes[0].found] == [("0",), ("1",), ("2",)]
     processes[0].remove()
     assert {*tmp_path.iterdir()} == {file}
+
+
+def test_rows_are_asked_about_texts_until_all_have_answered(tmp_path: Path) -> None:
+    """A stopped run reads again only the text at which it was."""
+    setting, rows = common.Setting(out=tmp_path / "out.csv"), [common.Row(name, "full") for name in "ab"]
+    places, read, asked = [{"text": 1}, {"text": 2}], [], []
+
+    def measure(shared: int, row: common.Row) -> list[dict[str, Any]]:
+        asked.append((shared, row.name))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return [{"way": way, "twice": 2 * shared} for way in (0, 1)]
+
+    def run() -> list[dict[str, Any]]:
+        return common.over_texts(setting, rows, places, lambda place: read.append(place) or place["text"], measure)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    lines = run()
+    assert (read, asked[4:]) == ([places[0], places[1], places[1]], [(2, "b")])
+    assert len(lines) == 8
+    assert lines[-1] == {"row": "b", "text": 2, "way": 1, "twice": 4}
+    assert {path.name for path in tmp_path.iterdir()} == {"out.csv"}

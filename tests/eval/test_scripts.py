@@ -59,12 +59,12 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "attention_stats": Run("attention_stats", "--tokens 64 --queries 4 --head 1 --layers 0,3 --start 0",
+    "attention_stats": Run("attention_stats", "--tokens 128",
         lambda rows: max(column(rows, "weight")) == pytest.approx(1, abs=1e-5)),
     "linear": Run("bench_cpu", "--sections linear --dtypes bf16 --threads 1 --rounds 2",
         lambda rows: {row["batch"] for row in rows if row["case"] == "linear"} == set("1248"),
         {"POOL_BYTES": 1 << 20, "WIDTHS": {"tiny": (64, 96, 32, 2, 160)}}),
-    "context_attention": Run("context_attention", "--contexts 64 --rows bare,full,window-1024 --steps 2 --rounds 1",
+    "context_attention": Run("context_attention", "--contexts 64 --rows full,window-1024 --steps 2 --rounds 1",
         lambda rows: max(column(rows, "kl")) < 1e-5 and all(float(r["attention"]) < float(r["step"]) for r in rows)),
     "a repeated text": Run(
         "context_attention", f"--contexts 600,300+400 --read 300 --rows full,{WINDOW} --steps 2 --rounds 1",
@@ -96,8 +96,8 @@ RUNS = {
         and rows[0]["answer"] == rows[1]["answer"] and rows[2]["kept_share"] != ""),
     "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64",
         lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8),
-    "rounding": Run("rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code --ways noise,fork,crop,other",
-        lambda rows: min(column(rows[:3], "within")) > 0.9 and float(rows[3]["within"]) < 0.1),
+    "rounding": Run("rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code",
+        lambda rows: min(column(rows[:6], "within")) > 0.9 and float(rows[6]["within"]) < 0.1),
     "save_load": Run("save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout-1024",
         lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
 }  # fmt: skip
@@ -220,7 +220,7 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a model is loaded; `--help` names the option."""
     monkeypatch.setattr(common.Setting, "load", lambda *a, **k: pytest.fail("the model was loaded"))
     for script, options in {
-        "attention_stats": "--layers", "bench_cpu": "--sections", "context_attention": "--kind",
+        "attention_stats": "--kinds", "bench_cpu": "--sections", "context_attention": "--kind",
         "decode": "--rows --dtype", "families": "--types", "frames": "--context", "launches": "--row",
         "longbench": "--tasks --setup", "peers": "--ways", "perplexity": "--texts", "quality": "--ask --kinds",
         "serve": "--chats", "soak": "--rows",
