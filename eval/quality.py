@@ -46,6 +46,7 @@ import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
@@ -57,6 +58,7 @@ import common
 import hf_offload
 from context_attention import read_bytes
 from hf_offload.tools import assets, measuring
+from plotting import plot
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.run import Asking, run
@@ -113,6 +115,7 @@ class Options(common.TextSetting):
     ] = None
     kinds: common.KindsOption = common.KINDS
     tier: common.TierOption = None
+    picture: Annotated[Path | None, typer.Option(help="text: where the plot goes [default: none].")] = None
     needles: Annotated[int, typer.Option(min=0, help="text: numbers to hide in each kind of text.")] = 0
     records: Annotated[int, typer.Option(min=10, max=240, help="extraction: records of a list.")] = 200
 
@@ -167,6 +170,32 @@ class Ask:
         return cache, logprobs, {"kl": float(kl.mean()), "top1": top1, "ms": pace, "attended": attended}
 
 
+COSTS = {"read": "KiB read, a head and step", "ms": "ms a step"}
+
+
+def draw(lines: Lines, path: Path) -> None:
+    """Draw KL against what a head reads, and against the time of a step.
+
+    A plot for each context; a curve for each method, and one for each form of the host's blocks.
+    """
+    frame = pd.DataFrame(lines).groupby(["context", "row"], sort=False)[["kl", *COSTS]].mean().reset_index()
+    drawn = frame.row.str.extract(r"\b(samples|rescue|host_dtype=int8)\b.*?(host_dtype=int8)?$").fillna("")
+    frame["method"] = frame.row.str.partition(":")[0] + drawn.agg(lambda each: "".join(f", {x}" for x in each if x), 1)
+    frame["method"] = frame.method.str.replace("host_dtype=", "")
+    contexts, methods = frame.context.unique(), list(frame.method.unique())
+    with plot(path, 2, len(contexts), figsize=(6 * len(contexts), 8), squeeze=False) as axes:
+        for row_of_axes, (cost, title) in zip(axes, COSTS.items(), strict=True):
+            for one, context in zip(row_of_axes, contexts, strict=True):
+                one.set(yscale="log", xlabel=title, ylabel="KL to full attention", title=f"{context:,} tokens")
+                one.yaxis.set_major_formatter("{x:g}")
+                shown = frame[frame.context == context].dropna(subset=[cost])
+                for method, mine in shown.sort_values("kl").groupby("method", sort=False):
+                    color, end = f"C{methods.index(method)}", (mine[cost].iloc[0], mine.kl.iloc[0])
+                    one.plot(mine[cost], mine.kl, "o-", color=color)
+                    one.annotate(method, end, (5, 5), textcoords="offset points", color=color)
+                one.margins(x=0.15, y=0.1)
+
+
 class Text(Ask):
     """KL on running text, and what a step costs."""
 
@@ -209,6 +238,11 @@ class Text(Ask):
         if self.options.needles:
             line["found"] = statistics.mean(self.finds(row, *one) for one in numbers) if numbers else None
         return [line | {"text_tokens": max(self.contexts), "steps": self.steps, "tier": self.options.tier}]
+
+    def report(self, lines: Lines) -> None:
+        super().report(lines)
+        if self.options.picture is not None:
+            draw(lines, self.options.picture)
 
 
 NEW_TOKENS = 24
