@@ -25,7 +25,6 @@ from unittest.mock import patch
 
 import numpy as np
 import typer
-from datasets import Dataset
 from nltk.tokenize.punkt import PunktSentenceTokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -48,21 +47,31 @@ SEED = 42
 HUNDRED = Asking(limit=100)
 
 
-def build(
+def samples_of(
     task: str, length: int, tokenizer: PreTrainedTokenizerBase, samples: int, folder: Path | None, prose: Path | None
-) -> Dataset:
-    """lm-eval's rows of a task, with a tokenizer and sources that are at hand, and no more samples than wanted."""
+) -> list[Sample]:
+    """Samples of a task of so many tokens, prompt and answer; the same ones with the same tokenizer and sources.
+
+    A folder has squad.json and hotpotqa.json (no samples of a task whose file is not there), `prose` is for the essays;
+    without them they are downloaded.
+    """
     name, function, builder = BUILDERS[task]
     module = importlib.import_module(f"lm_eval.tasks.ruler.{name}")
-    make = getattr(module, builder)
+    build = getattr(module, builder)
 
     def fewer(*args: Any, **options: Any) -> Any:
-        return make(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
+        return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
+
+    def question(_: Any, prompt: str) -> str:
+        return prompt.rstrip().rpartition("\n")[2]
 
     changes: dict[str, Any] = {"get_tokenizer": lambda *_, **__: tokenizer, builder: fewer}
+    if folder is not None and task in SOURCES:
+        source = folder / SOURCES[task]
+        if not source.exists():
+            return []
+        changes["download_json"] = lambda _: json.loads(source.read_text(encoding="utf-8"))
     with contextlib.ExitStack() as stack:
-        if folder is not None and task in SOURCES:
-            changes["download_json"] = lambda _: json.loads((folder / SOURCES[task]).read_text(encoding="utf-8"))
         if prose is not None and name == "niah_utils":
             words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
             changes["get_haystack"] = lambda type_haystack: (
@@ -76,26 +85,9 @@ def build(
         np.random.seed(SEED)
         if task == "cwe":
             module.RNG.seed(SEED)
-        return getattr(module, function)(max_seq_lengths=[length])["test"]
-
-
-def samples_of(
-    task: str, length: int, tokenizer: PreTrainedTokenizerBase, samples: int, folder: Path | None, prose: Path | None
-) -> list[Sample]:
-    """Samples of a task of so many tokens, prompt and answer; the same ones with the same tokenizer and sources.
-
-    A folder has squad.json and hotpotqa.json (no samples of a task whose file is not there), `prose` is for the essays;
-    without them they are downloaded.
-    """
-    if folder is not None and task in SOURCES and not (folder / SOURCES[task]).exists():
-        return []
-
-    def question(_: Any, prompt: str) -> str:
-        return prompt.rstrip().rpartition("\n")[2]
-
-    name = task if task.startswith("niah") else f"ruler_{task}"
-    rows = build(task, length, tokenizer, samples, folder, prose)
-    return harness_samples("ruler", name, str(length), question, rows, task=named_length(task, length))
+        rows = getattr(module, function)(max_seq_lengths=[length])["test"]
+    harness_name = task if task.startswith("niah") else f"ruler_{task}"
+    return harness_samples("ruler", harness_name, str(length), question, rows, task=named_length(task, length))
 
 
 def named_length(task: str, length: int) -> str:

@@ -46,15 +46,19 @@ class Prompter:
     most: int | None
     chat: bool
 
+    @property
+    def positions(self) -> int:
+        """The longest context that the model can have, in tokens."""
+        return int(self.model.config.get_text_config(decoder=True).max_position_embeddings)
+
     def __call__(self, sample: Sample) -> Prompt:
         """The prompt of a sample that leaves room for its answer.
 
         What is too long loses its middle, as in LongBench: the first and the last half of what fits stay. A ValueError
         tells that these do not hold the question.
         """
-        positions = self.model.config.get_text_config(decoder=True).max_position_embeddings
         chat = self.chat and sample.chat and bool(self.tokenizer.chat_template)
-        room = min(self.most or positions, positions - sample.new_tokens)
+        room = min(self.most or self.positions, self.positions - sample.new_tokens)
         room -= len(self._ids(self._frame("", sample, chat), special=not chat))
         content = self._ids(sample.prompt, special=False)
         text = sample.prompt
@@ -74,5 +78,4 @@ class Prompter:
         return text + sample.start
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -108,18 +110,14 @@ def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]
         "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has fewer than "
         f"{FEWEST} samples).",
     ]
-    for setup in dict.fromkeys(line["setup"] for line in lines):
-        by_task: dict[str, list[dict[str, Any]]] = {}
-        for line in lines:
-            if line["setup"] == setup:
-                by_task.setdefault(line["task"], []).append(line)
+    for setup, of_setup in groupby(lines, itemgetter("setup")):
+        by_row = {row: [*of_row] for row, of_row in groupby(of_setup, itemgetter("row"))}
         table = []
-        for task, of_rows in by_task.items():
-            first = of_rows[0]
+        for first, *others in zip(*by_row.values(), strict=True):
             of_tasks = f" of {first['tasks']} tasks" if first["tasks"] > 1 else ""
             counted = f"{first['samples']} ({first['cut']}){of_tasks}"
-            table.append(" | ".join([task, counted, *map(spoken, of_rows)]))
-        titles = " | ".join(["task", "samples (cut)", *(line["row"] for line in by_task[AVERAGE])])
+            table.append(" | ".join([first["task"], counted, *map(spoken, [first, *others])]))
+        titles = " | ".join(["task", "samples (cut)", *by_row])
         parts += [f"## Question {setup}", SETUPS[setup], figures.lines(titles, table, words=2)]
     if missing:
         parts.append(f"No samples of {', '.join(missing)} were at hand: they are in no average.")

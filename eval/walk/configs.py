@@ -63,8 +63,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4},
     },
-    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
     "glm4v_moe_text": {"rope_parameters": HALF_ROTATION},
     "granitemoehybrid": {
@@ -90,18 +88,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def causal_types() -> dict[str, str]:
     """Model types with a causal LM, and the name of its class."""
-    return {name: _first(cls) for name, cls in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def multimodal_types() -> dict[str, str]:
     """Model types that generate text from images and text and are no causal LM themselves, and their classes."""
-    causal = causal_types()
     named = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return {name: _first(cls) for name, cls in named.items() if name not in causal}
-
-
-def _first(cls: str | tuple[str, ...]) -> str:
-    return cls if isinstance(cls, str) else cls[0]
+    return {name: cls for name, cls in named.items() if name not in causal_types()}
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -118,12 +111,13 @@ def _tiny(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedCo
     if "kv_lora_rank" in values:  # latents: each head has its own keys, and head_dim is that of their rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     if _takes(standard, "layer_types") and standard.layer_types:
-        values["layer_types"] = mixed(standard.layer_types)
+        # All kinds that the type has, in turn, the rarest last; full attention twice.
+        kinds = list(dict.fromkeys(standard.layer_types))
+        values["layer_types"] = [kinds[index % len(kinds)] for index in range(LAYERS)]
     slides = any("sliding" in layer for layer in values.get("layer_types", ()))
     if "sliding_window" in values and not slides:  # a window for all layers would leave no full attention
-        if standard.sliding_window is None:
-            del values["sliding_window"]
-        elif _may_be_none(kind, "sliding_window"):
+        fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+        if standard.sliding_window is None or "None" in fields.get("sliding_window", ""):
             values["sliding_window"] = None
     for name in kind.sub_configs:
         part = getattr(standard, name, None)
@@ -131,16 +125,6 @@ def _tiny(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedCo
             values[name] = _tiny(type(part), special.get(part.model_type, SPECIAL.get(part.model_type, {})))
     values |= special
     return kind(**{name: value for name, value in values.items() if value is not OMIT})
-
-
-def _may_be_none(kind: type[PreTrainedConfig], name: str) -> bool:
-    return any(field.name == name and "None" in str(field.type) for field in dataclasses.fields(kind))
-
-
-def mixed(kinds: list[str]) -> list[str]:
-    """Kinds of the layers of a tiny model: all that the type has, in turn, the rarest last; full attention twice."""
-    distinct = list(dict.fromkeys(kinds))
-    return [distinct[index % len(distinct)] for index in range(LAYERS)]
 
 
 def _takes(config: PreTrainedConfig, name: str) -> bool:
