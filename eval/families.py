@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import warnings
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -46,12 +45,15 @@ FORKS.set_forkserver_preload(["families"])
 SECONDS = 300
 """How long a type may take."""
 PROMPT, CHUNK, STEPS, ROWS = 41, 13, 6, 3
-BLOCK = 8
+TOKENS = PROMPT + CHUNK + STEPS
+MASK = (torch.arange(TOKENS) >= 9 * torch.arange(ROWS)[:, None]).long()
+IDS = MASK * torch.randint(3, 150, (ROWS, TOKENS), generator=torch.Generator().manual_seed(2))
+"""Token ids and their mask `[B, TOKENS]`, the later rows padded on the left."""
 TOLERANCE = 1e-4
 """Of logits, relative to the largest: fp32, deep random models."""
 
-SMALL: dict[str, Any] = {"block_size": BLOCK, "prefill_tile": 16}
-SPLIT = {"tier": "split", "resident": 4 * BLOCK}
+SMALL: dict[str, Any] = {"block_size": 8, "prefill_tile": 16}
+SPLIT = {"tier": "split", "resident": 32}
 SCOUT = {"budget": 512, "sinks": 8, "recent": 0, "synchronous_layers": (0,)}
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
@@ -64,62 +66,52 @@ SEARCHES: dict[str, dict[str, Any]] = {"greedy": {}, "beam": {"num_beams": 3}}
 
 def build(model_type: str, attention: str) -> PreTrainedModel:
     """A model of a type with random weights, the same ones for each attention."""
-    kind, config = configs.model_class(model_type), configs.tiny_config(model_type)
+    kind = getattr(transformers, (configs.causal_types() | configs.multimodal_types())[model_type])
+    config = configs.tiny_config(model_type)
     text = config.get_text_config(decoder=True)
     if not isinstance(config, kind.config_class) and isinstance(text, kind.config_class):
         config = text
     torch.manual_seed(0)
     model: PreTrainedModel = kind._from_config(config, attn_implementation=attention).eval().float()
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0, 0.15, generator=generator)
-            else:
-                spread = 0.2 if "norm" in name or "ln" in name else 0.1
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * spread)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, 0.15, generator=generator)
+        else:
+            spread = 0.2 if "norm" in name or "ln" in name else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * spread)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask `[B, PROMPT + CHUNK + STEPS]`, the later rows padded on the left."""
-    ids = torch.randint(3, 150, (ROWS, PROMPT + CHUNK + STEPS), generator=torch.Generator().manual_seed(2))
-    mask = (torch.arange(ids.shape[1]) >= 9 * torch.arange(ROWS)[:, None]).long()
-    return ids.masked_fill(mask == 0, 0), mask
-
-
 def forward(model: PreTrainedModel, cache: Any, start: int, stop: int) -> torch.Tensor:
     """Logits `[B, stop - start, V]` of some of the tokens, with the positions that left padding gives them."""
-    ids, mask = inputs()
     given: dict[str, Any] = {"use_cache": False} if cache is None else {"past_key_values": cache, "use_cache": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        given["position_ids"] = (mask[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, start:]
-    logits: torch.Tensor = model(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], **given).logits
+        given["position_ids"] = (MASK[:, :stop].cumsum(-1) - 1).clamp(min=0)[:, start:]
+    logits: torch.Tensor = model(input_ids=IDS[:, start:stop], attention_mask=MASK[:, :stop], **given).logits
     return logits.float()
 
 
 def pieces(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     """Logits of prompt, chunk and single tokens that go through a cache, in one tensor."""
-    cuts = [0, PROMPT, *range(PROMPT + CHUNK, PROMPT + CHUNK + STEPS + 1)]
+    cuts = [0, PROMPT, *range(PROMPT + CHUNK, TOKENS + 1)]
     return torch.cat([forward(model, cache, start, stop) for start, stop in itertools.pairwise(cuts)], 1)
 
 
 def generated(model: PreTrainedModel, cache: Any, **knobs: Any) -> torch.Tensor:
     """Tokens that `generate()` gives for the prompt."""
-    ids, mask = (x[:, :PROMPT] for x in inputs())
-    return model.generate(
-        input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=STEPS, do_sample=False, **knobs
-    )
+    given = {"input_ids": IDS[:, :PROMPT], "attention_mask": MASK[:, :PROMPT], "past_key_values": cache}
+    return model.generate(**given, max_new_tokens=STEPS, do_sample=False, **knobs)
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
     """The largest difference of logits of tokens that are no padding, relative to the largest of them."""
-    valid = inputs()[1].bool()
-    if not bool(torch.isfinite(got[valid]).all()):
+    got, want = got[MASK.bool()], want[MASK.bool()]
+    if not bool(torch.isfinite(got).all()):
         return float("inf")
-    return float((got[valid] - want[valid]).abs().max() / want[valid].abs().max().clamp(min=1))
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1))
 
 
 def tell(error: BaseException) -> str:
@@ -170,7 +162,7 @@ def run_eager(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Logits with Transformers' own cache and without a cache, and the tokens of each search."""
     return {
         "logits": pieces(model, DynamicCache(config=model.config)),
-        "full forward": forward(model, None, 0, PROMPT + CHUNK + STEPS),
+        "full forward": forward(model, None, 0, TOKENS),
         **{mode: generated(model, DynamicCache(config=model.config), **knobs) for mode, knobs in SEARCHES.items()},
     }
 
@@ -210,8 +202,8 @@ def ask(model_type: str) -> dict[str, Any]:
         try:
             return pool.submit(compare, model_type).result()
         except BrokenProcessPool:
-            told = f"the process ended, by itself or after {SECONDS} s"
-            return {"model_type": model_type, "status": "error", "message": told}
+            message = f"the process ended, by itself or after {SECONDS} s"
+            return {"model_type": model_type, "status": "error", "message": message}
 
 
 def main(
@@ -238,16 +230,15 @@ def main(
             common.write_csv(out, [rows[key] for key in sorted(rows)])
             progress.set_description(f"{row['model_type']}: {row['status']}")
             progress.update()
-    counts = Counter(row["status"] for row in rows.values())
-    common.show("Model types", [{"result": status, "types": count} for status, count in counts.most_common()])
-    bad = [row for row in rows.values() if row["status"] in ("wrong", "error")]
-    for row in bad:
-        print(f"{row['model_type']}: {row['status']}: {row['message']}")
+    frame = pd.DataFrame(rows.values())
+    bad = frame[frame.status.isin(["wrong", "error"])]
+    print(frame.status.value_counts().to_string())
+    print(bad[["model_type", "status", "message"]].to_string(index=False) if len(bad) else "none is wrong")
     if markdown:
         figures.RESULTS = out.parent
         page = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
         markdown.write_text(figures.write(page), encoding="utf-8")
-    raise typer.Exit(1 if bad else 0)
+    raise typer.Exit(1 if len(bad) else 0)
 
 
 if __name__ == "__main__":

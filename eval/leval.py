@@ -12,9 +12,7 @@ TASK.jsonl, in a folder. Rows, setups, resuming and processes are those of longb
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
 
-import typer
 from datasets import load_dataset
 from lm_eval.tasks.longbench.metrics import qa_f1_score
 from rouge_score.rouge_scorer import RougeScorer
@@ -30,6 +28,7 @@ SETS = {
         "tv_show_summ",
     ),
 }  # fmt: skip
+ALL = Asking(tasks="open13")
 NEW_TOKENS = 512
 ROUGE = RougeScorer(["rougeL"], use_stemmer=True)
 METRICS = {
@@ -55,14 +54,9 @@ def samples_of(task: str, asking: Asking) -> list[Sample]:
     return found
 
 
-def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "open13",
-    *,
-    asking: Asking,
-    setting: common.Setting,
-) -> None:
+def main(*, asking: Asking = ALL, setting: common.Setting) -> None:
     """Score policies on L-Eval."""
-    run("L-Eval", named(tasks, SETS), lambda task, _: samples_of(task, asking), asking, setting)
+    run("L-Eval", named(asking.tasks, SETS), lambda task, _: samples_of(task, asking), asking, setting)
 
 
 if __name__ == "__main__":

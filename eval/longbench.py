@@ -9,9 +9,7 @@ Rows come from the hub, or from LongBench's own files, TASK.jsonl, in a folder; 
 the results and left out. Prompts that are too long lose their middle, as in LongBench. A row of the comparison is a
 policy with knobs; `full` attends everything through a HybridCache, `dynamic` is Transformers' own cache and attention.
 
-The literature mixes two setups. dense: the prompt is attended exactly, question and all, as `generate()` does it.
-sparse: the context is attended exactly, and the question is fed token by token, so that the policy must choose for it
-as for the answer. The tables say which is which.
+The literature mixes two setups, dense and sparse questions; the tables say which is which, and what they are.
 
 With one memory a prompt is read once for all rows but those that learn from its queries (`hgca`, `h2o`, `infinigen`,
 `fluxion`) and `dynamic`: a further row costs its answers only. Each answer is kept in OUT.jsonl at once; the same
@@ -20,9 +18,8 @@ command goes on where it was stopped, and rows, tasks, setups or a larger --limi
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from datasets import Dataset
 
 import common
@@ -47,6 +44,7 @@ SETS = {
 }  # fmt: skip
 # LongBench asks for these without a chat template: examples of their kind, or code, come first.
 BARE = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
+SCOUT = Asking(tasks="scout8")
 
 
 def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
@@ -63,18 +61,13 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
     return harness_samples("longbench", name, "score", question, given, task=task, chat=chat)
 
 
-def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "scout8",
-    *,
-    asking: Asking,
-    setting: common.Setting,
-) -> None:
+def main(*, asking: Asking = SCOUT, setting: common.Setting) -> None:
     """Score policies on LongBench."""
 
     def read(task: str, _: Any) -> list[Sample]:
         return samples_of(task, asking.data_dir and read_rows(asking.data_dir, task))
 
-    run("LongBench", named(tasks, SETS), read, asking, setting)
+    run("LongBench", named(asking.tasks, SETS), read, asking, setting)
 
 
 if __name__ == "__main__":

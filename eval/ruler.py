@@ -44,7 +44,7 @@ BUILDERS = {f"niah_{name}": ("niah_utils", f"niah_{name}", "generate_samples") f
 SETS = {"all13": tuple(BUILDERS), "niah": tuple(name for name in BUILDERS if name.startswith("niah_"))}
 SOURCES = {"qa_squad": "squad.json", "qa_hotpot": "hotpotqa.json"}
 SEED = 42
-HUNDRED = Asking(limit=100)
+ALL = Asking(tasks="all13", limit=100)
 
 
 def samples_of(
@@ -96,18 +96,17 @@ def named_length(task: str, length: int) -> str:
 
 
 def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "all13",
     lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, k is 1,024.")] = "4k",
     *,
-    asking: Asking = HUNDRED,
+    asking: Asking = ALL,
     setting: common.TextSetting,
 ) -> None:
     """Score policies on RULER."""
-    pairs = [(task, length) for length in common.numbers(lengths) for task in named(tasks, SETS)]
+    pairs = [(task, length) for length in common.numbers(lengths) for task in named(asking.tasks, SETS)]
     wanted = {named_length(*pair): pair for pair in pairs}
 
     def read(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        return samples_of(*wanted[name], tokenizer, asking.limit or 100, asking.data_dir, setting.prose)
+        return samples_of(*wanted[name], tokenizer, asking.limit, asking.data_dir, setting.prose)
 
     run("RULER", list(wanted), read, asking, setting, prose=setting.source)
 

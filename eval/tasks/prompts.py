@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +23,6 @@ class Prompt:
     ids: torch.Tensor
     asked: int
     whole: int
-
-    @property
-    def checksum(self) -> int:
-        """Of the ids: what was answered to another prompt of the same name is no answer to this one."""
-        return zlib.crc32(self.ids.numpy().tobytes())
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,12 +35,10 @@ Reader = Callable[[str, PreTrainedTokenizerBase], list[Sample]]
 class Asking:
     """The options that all benchmarks share."""
 
+    tasks: Annotated[str, typer.Option(help="Tasks or sets of them; an unknown name tells which there are.")] = ""
     rows: common.RowsOption = field(default_factory=lambda: [ROWS])
     setup: Annotated[
-        str,
-        typer.Option(
-            help='How the question is attended: "dense", like the prompt, "sparse", as the policy decodes, or both.'
-        ),
+        str, typer.Option(help='Questions "dense", attended like the prompt, "sparse", as the policy decodes, or both.')
     ] = "dense"
     limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")] = None
     min_tokens: Annotated[int, typer.Option(min=0, help="Leave out shorter prompts.")] = 0
@@ -48,8 +47,7 @@ class Asking:
     ] = None
     new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
     data_dir: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="A folder with the benchmark's own files, not the hub's."),
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with the benchmark's files [the hub].")
     ] = None
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
 
@@ -57,10 +55,7 @@ class Asking:
 def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **about: Any) -> None:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
-    Args:
-        title: of the benchmark.
-        tasks: names of its tasks; read: gives the samples of one.
-        about: what else the answers depend on, for `json`.
+    `read` gives the samples of a task; `about` says, in values for `json`, what else the answers depend on.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
     rows = common.rows_of(asking.rows, known={CONTROL: common.FULL})
@@ -87,7 +82,7 @@ def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting:
         for setup, row in keys:
             key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
             # What was answered to another prompt of this name, or with another file of a knob, is asked again.
-            same = {"prompt": prompt.checksum, "files": row.files}
+            same = {"prompt": zlib.crc32(prompt.ids.numpy().tobytes()), "files": row.files}
             if not same.items() <= records.found.get(records.key(key), {}).items():
                 length = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
                 records.add(key | same | length | answer(reading, row, setup, prompt, sample, tokenizer))

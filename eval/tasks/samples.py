@@ -56,12 +56,7 @@ def named(text: str, sets: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def harness_samples(
-    folder: str,
-    name: str,
-    metric: str,
-    question: Callable[[dict[str, Any], str], str],
-    rows: Dataset | None = None,
-    **more: Any,
+    folder: str, name: str, metric: str, question: Callable[..., str], rows: Dataset | None = None, **more: Any
 ) -> list[Sample]:
     """The samples of a task of lm-eval.
 

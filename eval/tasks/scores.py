@@ -20,7 +20,6 @@ REFERENCE = "full"
 AVERAGE = "average"
 WORTH = "average, full above 20"
 """Over the tasks on which full attention scores above 20: where the model fails anyway, a cache has nothing to lose."""
-RESAMPLES = 10_000
 FEWEST = 5
 """Samples of each task that an interval takes: of fewer, resampling says too little."""
 
@@ -47,7 +46,7 @@ def difference(pairs: Sequence[np.ndarray]) -> dict[str, Any]:
         found["more"] = float(_mean_of_means(*pairs, axis=0))
     if min(map(len, pairs), default=0) >= FEWEST:
         interval = bootstrap(
-            pairs, _mean_of_means, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+            pairs, _mean_of_means, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
         ).confidence_interval
         found |= {"low": float(interval.low), "high": float(interval.high)}
     return found
@@ -94,13 +93,7 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
-    """Write the CSV, and tables of the scores, which are also printed, beside it (`.md`).
-
-    Args:
-        title: of the tables.
-        records: all answers.
-        missing: tasks without a sample, to be told.
-    """
+    """Write the CSV of all answers, and beside it and on the screen tables (`.md`) that tell of missing tasks, too."""
     lines, meta = summarize(records), common.environment()
     parts = [
         f"# {title}",
@@ -132,6 +125,5 @@ def spoken(line: dict[str, Any]) -> str:
     score = f"{line['score']:.1f}"
     if line["more"] is None or line["row"] == REFERENCE:
         return score
-    if line["low"] is None:
-        return f"{score} ({line['more']:+.1f})"
-    return f"{score} ({line['more']:+.1f}, {line['low']:+.1f} to {line['high']:+.1f})"
+    interval = "" if line["low"] is None else f", {line['low']:+.1f} to {line['high']:+.1f}"
+    return f"{score} ({line['more']:+.1f}{interval})"

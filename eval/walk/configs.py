@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
-import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 LAYERS = 4
 VOCABULARY = 160
 WINDOW = 8
-OMIT = object()
-"""In place of a value: the config is not to be given this name."""
 
 SIZES: tuple[tuple[Any, str], ...] = (
-    (64, "hidden_size n_embd d_model dim hidden_dim emb_dim word_embed_proj_dim"),
+    (64, "hidden_size n_embd d_model emb_dim word_embed_proj_dim"),
     (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
     (4, "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads"),
-    (2, "num_key_value_heads num_key_value_groups num_global_key_value_heads"),
-    (16, "head_dim global_head_dim v_head_dim index_head_dim query_pre_attn_scalar kv_lora_rank"),
+    (2, "num_key_value_heads"),
+    (16, "head_dim v_head_dim index_head_dim query_pre_attn_scalar kv_lora_rank"),
     (8, "qk_rope_head_dim qk_nope_head_dim hidden_size_per_layer_input"),
     (96, "intermediate_size n_inner ffn_dim ffn_hidden_size intermediate_size_mlp decoder_ffn_dim encoder_ffn_dim"),
-    (512, "max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length"),
+    (512, "max_position_embeddings n_positions max_seq_len n_ctx"),
     (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
     (WINDOW, "sliding_window attention_chunk_size index_topk"),
-    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads laurel_rank"),
     (2, "num_experts_per_tok moe_topk moe_k moe_top_k"),
     (32, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size"),
     (1, "n_group topk_group first_k_dense_replace n_shared_experts zero_expert_num moe_layer_start_index"),
     (2, "index_n_heads num_kv_shared_layers altup_num_inputs linear_num_key_heads mamba_n_groups n_groups"),
-    (4, "linear_num_value_heads laurel_rank"),
     (16, "linear_key_head_dim linear_value_head_dim"),
     (24, "q_lora_rank"),
     (0.0, "resid_pdrop embd_pdrop attn_pdrop layerdrop decoder_layerdrop dropout activation_dropout attention_dropout"),
-    (0.0, "hidden_dropout embedding_dropout hidden_dropout_prob attention_probs_dropout_prob relu_dropout"),
+    (0.0, "hidden_dropout embedding_dropout hidden_dropout_prob attention_probs_dropout_prob"),
     (True, "is_decoder use_cache"),
 )
 """Sizes by the names that configs give them; a config takes those that it knows."""
@@ -59,11 +54,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW,
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROTATION),
     },
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4},
-    },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},
     "glm4v_moe_text": {"rope_parameters": HALF_ROTATION},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
@@ -72,7 +62,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mpt": {"attn_config": {"attn_pdrop": 0}},
-    "prophetnet": {"num_hidden_layers": OMIT, "num_encoder_layers": 2, "num_decoder_layers": LAYERS},
+    "prophetnet": {"num_encoder_layers": 2, "num_decoder_layers": LAYERS},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
         "indexer_compress_ratio": 4,
@@ -80,7 +70,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "xmod": {"default_language": "en_XX"},
-    "xlnet": {"max_position_embeddings": OMIT},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """What single model types need besides."""
@@ -97,12 +86,12 @@ def multimodal_types() -> dict[str, str]:
     return {name: cls for name, cls in named.items() if name not in causal_types()}
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A config of a few small layers, of each kind that the type mixes at least one that is full attention."""
-    return _tiny(CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {}))
+def tiny_config(model_type: str, kind: type[PreTrainedConfig] | None = None) -> PreTrainedConfig:
+    """A config of a few small layers, of each kind that the type mixes at least one that is full attention.
 
-
-def _tiny(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
+    `kind` is the config's class, for parts of models whose type names none.
+    """
+    kind, special = kind or CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {})
     standard = kind()
     values = {name: value for name, value in COMMON.items() if _takes(standard, name)}
     for alias, name in kind.attribute_map.items():
@@ -122,21 +111,14 @@ def _tiny(kind: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedCo
     for name in kind.sub_configs:
         part = getattr(standard, name, None)
         if part is not None and not isinstance(special.get(name), dict):
-            values[name] = _tiny(type(part), special.get(part.model_type, SPECIAL.get(part.model_type, {})))
-    values |= special
-    return kind(**{name: value for name, value in values.items() if value is not OMIT})
+            values[name] = tiny_config(part.model_type, type(part))
+    return kind(**values | special)
 
 
 def _takes(config: PreTrainedConfig, name: str) -> bool:
     """Whether a config has a value of that name, and one that can be set."""
     try:
-        known = hasattr(config, name)
-    except Exception:  # a property that this config refuses to compute
+        setattr(config, name, getattr(config, name))
+    except Exception:  # there is none, it is computed, or the config refuses to compute or set it
         return False
-    real = inspect.getattr_static(type(config), type(config).attribute_map.get(name, name), None)
-    return known and not (isinstance(real, property) and real.fset is None)
-
-
-def model_class(model_type: str) -> Any:
-    """The class that generates text for a type."""
-    return getattr(transformers, (causal_types() | multimodal_types())[model_type])
+    return True
