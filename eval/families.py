@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -30,7 +31,7 @@ import torch
 import transformers
 import typer
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import common
 import figures
@@ -100,10 +101,13 @@ def pieces(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     return torch.cat([forward(model, cache, start, stop) for start, stop in itertools.pairwise(cuts)], 1)
 
 
-def generated(model: PreTrainedModel, cache: Any, **knobs: Any) -> torch.Tensor:
-    """Tokens that `generate()` gives for the prompt."""
-    given = {"input_ids": IDS[:, :PROMPT], "attention_mask": MASK[:, :PROMPT], "past_key_values": cache}
-    return model.generate(**given, max_new_tokens=STEPS, do_sample=False, **knobs)
+def run(model: PreTrainedModel, make: Callable[[], Cache]) -> dict[str, torch.Tensor]:
+    """Logits of all tokens, and the tokens that each search gives for the prompt, with new caches."""
+    given = {"input_ids": IDS[:, :PROMPT], "attention_mask": MASK[:, :PROMPT], "max_new_tokens": STEPS}
+    return {"logits": pieces(model, make())} | {
+        mode: model.generate(**given, past_key_values=make(), do_sample=False, **knobs)
+        for mode, knobs in SEARCHES.items()
+    }
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -150,50 +154,39 @@ def compare(model_type: str) -> dict[str, Any]:
         hf_offload.fast_linear(model)
         hf_offload.HybridCache(model, "full")  # no oracle is needed to see that a type is refused
         try:
-            wanted = run_eager(eager)
+            wanted = run(eager, partial(DynamicCache, config=eager.config))
+            stock = difference(wanted["logits"], forward(eager, None, 0, TOKENS))
         except Exception as error:
             return result | {"message": f"with Transformers' own cache: {tell(error)}"}
-        return result | compare_ours(model, wanted)
+        ours = compare_ours(model, wanted)
+        return result | ours | {"details": {"stock": stock, **ours["details"]}}
     except Exception as error:  # a ValueError is what a user is told of a type that is refused
         return result | {"status": "refused" if isinstance(error, ValueError) else "error", "message": tell(error)}
 
 
-def run_eager(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Logits with Transformers' own cache and without a cache, and the tokens of each search."""
-    return {
-        "logits": pieces(model, DynamicCache(config=model.config)),
-        "full forward": forward(model, None, 0, TOKENS),
-        **{mode: generated(model, DynamicCache(config=model.config), **knobs) for mode, knobs in SEARCHES.items()},
-    }
-
-
 def compare_ours(model: PreTrainedModel, wanted: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The result for a model under `hybrid_sparse`."""
-    details = {"stock": difference(wanted["logits"], wanted["full forward"])}
-    told, tokens_differ = [], []
+    """What of the result comes from a model under `hybrid_sparse`."""
+    details, told, tokens_differ = {}, [], []
     for name, (policy, knobs) in CACHES.items():
-        make = partial(hf_offload.HybridCache, model, policy, **SMALL, **knobs)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            cache = make()
-            details[name] = difference(pieces(model, cache), wanted["logits"])
+            got = run(model, partial(hf_offload.HybridCache, model, policy, **SMALL, **knobs))
         told += [str(w.message) for w in caught if "HybridCache" in str(w.message)]
-        for mode, options in SEARCHES.items() if policy == "scout" else ():
-            if not torch.equal(generated(model, make(), **options), wanted[mode]):
-                tokens_differ.append(f"{mode} ({name})")
-    worst = max(details[name] for name in CACHES)
-    held = sum(isinstance(layer, HybridLayer) and layer.past > 0 for layer in cache.layers)
+        details[name] = difference(got["logits"], wanted["logits"])
+        tokens_differ += [f"{mode} ({name})" for mode in SEARCHES if not torch.equal(got[mode], wanted[mode])]
+    worst = max(details.values())
     # A cache that must give other logits; if it does not, the comparison sees nothing.
     narrow = hf_offload.HybridCache(model, "window", budget=24, sinks=8, **SMALL)
-    control = difference(pieces(model, narrow), wanted["logits"]) if held else None
+    control = difference(pieces(model, narrow), wanted["logits"])
+    held = sum(isinstance(layer, HybridLayer) and layer.past > 0 for layer in narrow.layers)
     status, message = "exact" if held else "exact by stock fallback", " ".join(dict.fromkeys(told))
     if worst > TOLERANCE or tokens_differ:
         status = "wrong"
         message = f"logits differ by {worst:.2g}; tokens differ: {', '.join(tokens_differ) or 'none'}"
-    elif control is not None and control < 100 * TOLERANCE:
+    elif held and control < 100 * TOLERANCE:
         status, message = "not run", "the tiny model hardly sees its context"
-    found = {"status": status, "message": message, "layers": len(cache.layers), "held": held}
-    return found | {"error": worst, "control": control, "oracle": "eager", "details": details}
+    found = {"status": status, "message": message, "layers": len(narrow.layers), "held": held}
+    return found | {"error": worst, "control": control if held else None, "oracle": "eager", "details": details}
 
 
 def ask(model_type: str) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def samples_of(task: str, rows: list[dict[str, Any]] | None) -> list[Sample]:
     def question(row: dict[str, Any], prompt: str) -> str:
         return prompt.rpartition(row["context"])[2]
 
-    name, chat = f"longbench_{task}", task not in BARE
-    return harness_samples("longbench", name, "score", question, given, task=task, chat=chat)
+    name = f"longbench_{task}"
+    return harness_samples("longbench", name, "score", question, given, task=task, chat=task not in BARE)
 
 
 def main(*, asking: Asking = SCOUT, setting: common.Setting) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 from datasets import Dataset
 
 import common
@@ -67,8 +68,6 @@ def harness_samples(
         rows: in place of those that the task takes from the hub.
         more: what else each sample has.
     """
-    import lm_eval.tasks
-
     # One folder: reading all of lm-eval's thousands of files takes a minute.
     source = Path(lm_eval.tasks.__file__).parent / folder
     manager = lm_eval.tasks.TaskManager(include_path=str(source), include_defaults=False)
