@@ -203,9 +203,7 @@ def main(
     types: Annotated[str | None, typer.Option(help="Comma-separated; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Types that are compared at once.")] = 2,
     out: common.OutOption = common.OUT,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Where docs/models.md goes, made of a new families.csv.")
-    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Where docs/models.md goes, made of families.csv.")] = None,
 ) -> None:
     """Compare every model type with eager attention."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # or the process that is forked would not find this script

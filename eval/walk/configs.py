@@ -9,7 +9,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 LAYERS = 4
-VOCABULARY = 160
 WINDOW = 8
 
 SIZES: tuple[tuple[Any, str], ...] = (
@@ -21,7 +20,7 @@ SIZES: tuple[tuple[Any, str], ...] = (
     (8, "qk_rope_head_dim qk_nope_head_dim hidden_size_per_layer_input"),
     (96, "intermediate_size n_inner ffn_dim ffn_hidden_size intermediate_size_mlp decoder_ffn_dim encoder_ffn_dim"),
     (512, "max_position_embeddings n_positions max_seq_len n_ctx"),
-    (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+    (160, "vocab_size vocab_size_per_layer_input"),
     (WINDOW, "sliding_window attention_chunk_size index_topk"),
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads laurel_rank"),
     (2, "num_experts_per_tok moe_topk moe_k moe_top_k"),
@@ -95,16 +94,16 @@ def tiny_config(model_type: str, kind: type[PreTrainedConfig] | None = None) -> 
     standard = kind()
     values = {name: value for name, value in COMMON.items() if _takes(standard, name)}
     for alias, name in kind.attribute_map.items():
-        if alias in values and name in values:
-            del values[alias]
+        if name in values:
+            values.pop(alias, None)
     if "kv_lora_rank" in values:  # latents: each head has its own keys, and head_dim is that of their rotary part
         values |= {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_rope_head_dim"]}
     if _takes(standard, "layer_types") and standard.layer_types:
         # All kinds that the type has, in turn, the rarest last; full attention twice.
         kinds = list(dict.fromkeys(standard.layer_types))
         values["layer_types"] = [kinds[index % len(kinds)] for index in range(LAYERS)]
-    slides = any("sliding" in layer for layer in values.get("layer_types", ()))
-    if "sliding_window" in values and not slides:  # a window for all layers would leave no full attention
+    # A window for all layers would leave no full attention.
+    if "sliding_window" in values and "sliding" not in str(values.get("layer_types")):
         fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
         if standard.sliding_window is None or "None" in fields.get("sliding_window", ""):
             values["sliding_window"] = None
