@@ -40,8 +40,7 @@ METRICS = {
 
 def samples_of(task: str, asking: Asking) -> list[Sample]:
     """The samples of a task: one for each instruction of each row that an n-gram metric is meant for."""
-    hub = asking.data_dir is None
-    rows = load_dataset("L4NLP/LEval", task, split="test") if hub else read_rows(asking.data_dir, task)
+    rows = read_rows(asking.data_dir, task) if asking.data_dir else load_dataset("L4NLP/LEval", task, split="test")
     found = []
     for number, row in enumerate(rows):
         if row["evaluation"] not in METRICS:

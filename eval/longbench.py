@@ -8,7 +8,6 @@
 Rows come from the hub, or from LongBench's own files, TASK.jsonl, in a folder; a task without a file there is named in
 the results and left out. Prompts that are too long lose their middle, as in LongBench. A row of the comparison is a
 policy with knobs; `full` attends everything through a HybridCache, `dynamic` is Transformers' own cache and attention.
-
 The literature mixes two setups, dense and sparse questions; the tables say which is which, and what they are.
 
 With one memory a prompt is read once for all rows but those that learn from its queries (`hgca`, `h2o`, `infinigen`,

@@ -74,9 +74,7 @@ def samples_of(
     with contextlib.ExitStack() as stack:
         if prose is not None and name == "niah_utils":
             words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
-            changes["get_haystack"] = lambda type_haystack: (
-                words if type_haystack == "essay" else haystack(type_haystack)
-            )
+            changes["get_haystack"] = lambda **kind: words if "essay" in kind.values() else haystack(**kind)
             sentences = functools.cache(PunktSentenceTokenizer().tokenize)
             stack.enter_context(patch("lm_eval.tasks.ruler.prepare_niah.cached_sent_tokenize", sentences))
         stack.enter_context(patch.multiple(module, **changes))

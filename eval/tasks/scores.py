@@ -107,8 +107,8 @@ def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]
         by_row = {row: [*of_row] for row, of_row in groupby(of_setup, itemgetter("row"))}
         table = []
         for first, *others in zip(*by_row.values(), strict=True):
-            of_tasks = f" of {first['tasks']} tasks" if first["tasks"] > 1 else ""
-            counted = f"{first['samples']} ({first['cut']}){of_tasks}"
+            counted = f"{first['samples']} ({first['cut']})"
+            counted += f" of {first['tasks']} tasks" if first["tasks"] > 1 else ""
             table.append(" | ".join([first["task"], counted, *map(spoken, [first, *others])]))
         titles = " | ".join(["task", "samples (cut)", *by_row])
         parts += [f"## Question {setup}", SETUPS[setup], figures.lines(titles, table, words=2)]

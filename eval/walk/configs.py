@@ -38,13 +38,11 @@ COMMON = {name: value for value, names in SIZES for name in names.split()}
 COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
-FULL_ROTATION = ROTATION | {"mrope_section": [2, 3, 3]}
-HALF_ROTATION = FULL_ROTATION | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-"""Rotary positions of three kinds (time, height, width), of 16 channels or of half of them."""
+"""Rotary positions. An `mrope_section` makes them three kinds: time, height, width, of 16 channels or half of them."""
 
 SPECIAL: dict[str, dict[str, Any]] = {
     **{
-        f"{name}_text": {"rope_parameters": FULL_ROTATION}
+        f"{name}_text": {"rope_parameters": ROTATION | {"mrope_section": [2, 3, 3]}}
         for name in ("glm4v", "glm_ocr", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni")
     },
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
@@ -53,7 +51,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW,
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROTATION),
     },
-    "glm4v_moe_text": {"rope_parameters": HALF_ROTATION},
+    "glm4v_moe_text": {"rope_parameters": ROTATION | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
     },
