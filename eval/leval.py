@@ -11,63 +11,51 @@ TASK.jsonl, in a folder. Rows, setups, resuming and processes are those of longb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
 
-import typer
 from datasets import load_dataset
 from lm_eval.tasks.longbench.metrics import qa_f1_score
 from rouge_score.rouge_scorer import RougeScorer
 
 import common
-from tasks.run import Asking, DataOption, run
+from tasks.run import Asking, run
 from tasks.samples import Sample, named, read_rows
 
-TASKS = (
-    "financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa",
-    "natural_question", "news_summ", "paper_assistant", "patent_summ", "review_summ", "scientific_qa", "tv_show_summ",
-)  # fmt: skip
-SETS = {"open13": TASKS}
+SETS = {
+    "open13": (
+        "financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa",
+        "natural_question", "news_summ", "paper_assistant", "patent_summ", "review_summ", "scientific_qa",
+        "tv_show_summ",
+    ),
+}  # fmt: skip
+ALL = Asking(tasks="open13")
 NEW_TOKENS = 512
-FIELDS = ("input", "instructions", "outputs", "evaluation")
 ROUGE = RougeScorer(["rougeL"], use_stemmer=True)
-METRICS = {"f1": qa_f1_score, "rouge": lambda answer, reference: ROUGE.score(reference, answer)["rougeL"].fmeasure}
-"""As the rows name them: F1 of words, and ROUGE-L; 0 to 1, of an answer and its reference."""
+METRICS = {
+    "f1": lambda reference, answer: 100 * qa_f1_score(answer, reference),
+    "rouge": lambda reference, answer: 100 * ROUGE.score(reference, answer)["rougeL"].fmeasure,
+}
+"""As the rows name them: F1 of words, and ROUGE-L; 0 to 100."""
 
 
-def samples_of(task: str, rows: Iterable[dict[str, Any]]) -> list[Sample]:
+def samples_of(task: str, asking: Asking) -> list[Sample]:
     """The samples of a task: one for each instruction of each row that an n-gram metric is meant for."""
+    rows = read_rows(asking.data_dir, task) if asking.data_dir else load_dataset("L4NLP/LEval", task, split="test")
     found = []
     for number, row in enumerate(rows):
         if row["evaluation"] not in METRICS:
             continue
         for place, (instruction, reference) in enumerate(zip(row["instructions"], row["outputs"], strict=True)):
             question = f"{instruction.strip()}\nAnswer in about {len(reference.split())} words."
-
-            def score(answer: str, reference: str = reference, metric: str = row["evaluation"]) -> float:
-                return 100 * float(METRICS[metric](answer, reference))
-
             prompt = f"Read this document.\n\n{row['input']}\n\nFollow this instruction about it: {question}"
+            score = partial(METRICS[row["evaluation"]], reference)
             found.append(Sample(task, f"{number}.{place}", prompt, question, NEW_TOKENS, score))
     return found
 
 
-def read(task: str, data_dir: Path | None) -> list[Sample]:
-    """The samples of a task, from the hub or from L-Eval's own files in a folder."""
-    rows = load_dataset("L4NLP/LEval", task, split="test") if data_dir is None else read_rows(data_dir, task, FIELDS)
-    return samples_of(task, rows)
-
-
-def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "open13",
-    data_dir: DataOption = None,
-    *,
-    asking: Asking,
-    setting: common.Setting,
-) -> None:
+def main(*, asking: Asking = ALL, setting: common.Setting) -> None:
     """Score policies on L-Eval."""
-    run("L-Eval", named(tasks, TASKS, SETS), lambda task, _: read(task, data_dir), asking, setting)
+    run("L-Eval", named(asking.tasks, SETS), lambda task, _: samples_of(task, asking), asking, setting)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import importlib
 import io
 import json
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -30,8 +29,8 @@ from nltk.tokenize.punkt import PunktSentenceTokenizer
 from transformers import PreTrainedTokenizerBase
 
 import common
-from tasks.run import Asking, DataOption, run
-from tasks.samples import Sample, harness_task, named, score_of
+from tasks.run import Asking, run
+from tasks.samples import Sample, harness_samples, named
 
 # Where lm-eval builds each task, and with what: module, function, and the function in it that takes `num_samples`.
 _NEEDLES = ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3", "multivalue", "multiquery")
@@ -43,48 +42,9 @@ BUILDERS = {f"niah_{name}": ("niah_utils", f"niah_{name}", "generate_samples") f
     "qa_hotpot": ("qa_utils", "get_hotpotqa", "generate_samples"),
 }
 SETS = {"all13": tuple(BUILDERS), "niah": tuple(name for name in BUILDERS if name.startswith("niah_"))}
-SOURCES = {"qa_squad": ("read_squad", "squad.json"), "qa_hotpot": ("read_hotpotqa", "hotpotqa.json")}
+SOURCES = {"qa_squad": "squad.json", "qa_hotpot": "hotpotqa.json"}
 SEED = 42
-HUNDRED = Asking(limit=100)
-
-
-@contextlib.contextmanager
-def local_sources(
-    task: str, tokenizer: PreTrainedTokenizerBase, samples: int, folder: Path | None, prose: Path | None
-) -> Iterator[Callable[..., Any]]:
-    """lm-eval's builder of a task, with a tokenizer and sources that are at hand, and no more samples than wanted."""
-    name, function, builder = BUILDERS[task]
-    module = importlib.import_module(f"lm_eval.tasks.ruler.{name}")
-    build = getattr(module, builder)
-
-    def fewer(*args: Any, **options: Any) -> Any:
-        return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
-
-    changes: list[tuple[Any, str, Any]] = [(module, "get_tokenizer", lambda *_, **__: tokenizer)]
-    changes.append((module, builder, fewer))
-    if prose is not None and name == "niah_utils":
-        from lm_eval.tasks.ruler import prepare_niah
-
-        words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
-        changes += [
-            (prepare_niah, "cached_sent_tokenize", functools.cache(PunktSentenceTokenizer().tokenize)),
-            (
-                module,
-                "get_haystack",
-                lambda type_haystack: words if type_haystack == "essay" else haystack(type_haystack),
-            ),
-        ]
-    if folder is not None and task in SOURCES:
-        reader, file = SOURCES[task]
-        changes += [
-            (module, "download_json", lambda url: json.loads(Path(url).read_text("utf-8"))),
-            (module, reader, functools.partial(getattr(module, reader), url=str(folder / file))),
-        ]
-    with contextlib.ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(patch.object(*change))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # one of them prints every length that it tries
-        yield getattr(module, function)
+ALL = Asking(tasks="all13", limit=100)
 
 
 def samples_of(
@@ -95,27 +55,37 @@ def samples_of(
     A folder has squad.json and hotpotqa.json (no samples of a task whose file is not there), `prose` is for the essays;
     without them they are downloaded.
     """
-    if folder is not None and task in SOURCES and not (folder / SOURCES[task][1]).exists():
-        return []
+    name, function, builder = BUILDERS[task]
+    module = importlib.import_module(f"lm_eval.tasks.ruler.{name}")
+    build = getattr(module, builder)
 
-    def dataset(**_: Any) -> Any:
-        with local_sources(task, tokenizer, samples, folder, prose) as build:
-            random.seed(SEED)
-            np.random.seed(SEED)
-            importlib.import_module("lm_eval.tasks.ruler.cwe_utils").RNG.seed(SEED)
-            return build(max_seq_lengths=[length], tokenizer="given")
+    def fewer(*args: Any, **options: Any) -> Any:
+        return build(*args, **options | {"num_samples": min(options.get("num_samples", samples), samples)})
 
-    source = harness_task("ruler", task if task.startswith("niah") else f"ruler_{task}", dataset)
-    limits, found = source.config.generation_kwargs, []
-    for number, doc in enumerate(source.test_docs()):
-        text = source.doc_to_text(doc)
-        found.append(Sample(
-            task=named_length(task, length), name=str(number), prompt=text,
-            question=text.rstrip().rpartition("\n")[2], new_tokens=limits["max_gen_toks"],
-            score=score_of(source, doc, str(length)),
-            start=source.config.target_delimiter + source.doc_to_prefix(doc),
-        ))  # fmt: skip
-    return found
+    def question(_: Any, prompt: str) -> str:
+        return prompt.rstrip().rpartition("\n")[2]
+
+    changes: dict[str, Any] = {"get_tokenizer": lambda *_, **__: tokenizer, builder: fewer}
+    if folder is not None and task in SOURCES:
+        source = folder / SOURCES[task]
+        if not source.exists():
+            return []
+        changes["download_json"] = lambda _: json.loads(source.read_text(encoding="utf-8"))
+    with contextlib.ExitStack() as stack:
+        if prose is not None and name == "niah_utils":
+            words, haystack = prose.read_text(encoding="utf-8").split(), module.get_haystack
+            changes["get_haystack"] = lambda **kind: words if "essay" in kind.values() else haystack(**kind)
+            sentences = functools.cache(PunktSentenceTokenizer().tokenize)
+            stack.enter_context(patch("lm_eval.tasks.ruler.prepare_niah.cached_sent_tokenize", sentences))
+        stack.enter_context(patch.multiple(module, **changes))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # one of them prints every length that it tries
+        random.seed(SEED)
+        np.random.seed(SEED)
+        if task == "cwe":
+            module.RNG.seed(SEED)
+        rows = getattr(module, function)(max_seq_lengths=[length])["test"]
+    harness_name = task if task.startswith("niah") else f"ruler_{task}"
+    return harness_samples("ruler", harness_name, str(length), question, rows, task=named_length(task, length))
 
 
 def named_length(task: str, length: int) -> str:
@@ -124,28 +94,19 @@ def named_length(task: str, length: int) -> str:
 
 
 def main(
-    tasks: Annotated[str, typer.Option(help=f"Tasks, or sets: {', '.join(SETS)}.")] = "all13",
     lengths: Annotated[str, typer.Option(help="Tokens of prompt and answer, k is 1,024.")] = "4k",
-    data_dir: DataOption = None,
     *,
-    asking: Asking = HUNDRED,
+    asking: Asking = ALL,
     setting: common.TextSetting,
 ) -> None:
     """Score policies on RULER."""
-    wanted = {
-        named_length(task, length): (task, length)
-        for length in common.numbers(lengths)
-        for task in named(tasks, BUILDERS, SETS)
-    }
+    pairs = [(task, length) for length in common.numbers(lengths) for task in named(asking.tasks, SETS)]
+    wanted = {named_length(*pair): pair for pair in pairs}
 
     def read(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        try:
-            return samples_of(*wanted[name], tokenizer, asking.limit or 100, data_dir, setting.prose)
-        except ValueError as error:  # of a builder that finds no room for what it hides
-            told = f"{name} cannot be built ({error}): leave it out, or give longer --lengths"
-            raise typer.BadParameter(told) from error
+        return samples_of(*wanted[name], tokenizer, asking.limit, asking.data_dir, setting.prose)
 
-    run("RULER", list(wanted), read, asking, setting, prose=setting.source, local=data_dir is not None)
+    run("RULER", list(wanted), read, asking, setting, prose=setting.source)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,18 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 import common
 import hf_offload
+from hf_offload.model.model_support import has_two_memories
 from tasks.prompts import Prompt
 from tasks.samples import Sample
 
 CONTROL = "dynamic"
 """Transformers' own cache and attention."""
-SETUPS = ("dense", "sparse")
-"""How the question is attended. dense: like the rest of the prompt, as `generate()` does it. sparse: token by token,
-each in a decode step of its own, so that the policy chooses for it, too; only what comes before it is attended
-exactly."""
+SETUPS = {
+    "dense": "The whole prompt is attended exactly; the policy chooses for the tokens of the answer.",
+    "sparse": "The question is fed token by token, and the policy chooses for each of its tokens, too; what comes "
+    "before it is attended exactly.",
+}
+"""How the question is attended. `generate()` does it as in dense."""
 
 
 class Reading:
@@ -43,7 +46,8 @@ class Reading:
     def start(self, row: common.Row, tokens: int) -> tuple[Cache, torch.Tensor]:
         """A row's cache that holds the first tokens of the prompt, and the logits `[1, V]` of the last of them."""
         cache = row.make_cache(self.model)
-        if not self._takes_over(row, cache):
+        two_memories = has_two_memories(self.model, row.options.get("tier"))
+        if row.policy == CONTROL or two_memories or cache.policy.requirements.learns_from_prompts:
             return cache, common.prefill(self.model, cache, self.ids[:, :tokens])
         if self._read is None:
             full = hf_offload.HybridCache(self.model, "full")
@@ -55,12 +59,6 @@ class Reading:
             read.crop(tokens - self.ids.shape[1])
         return hf_offload.HybridCache.from_cache(read, self.model, row.policy, **row.options), logits
 
-    def _takes_over(self, row: common.Row, cache: Any) -> bool:
-        if row.policy == CONTROL or row.options.get("tier") == "split":
-            return False
-        on_cpu = all(weight.device.type == "cpu" for weight in self.model.parameters())
-        return on_cpu and not cache.policy.requirements.learns_from_prompts
-
 
 @torch.inference_mode()
 def answer(
@@ -69,10 +67,9 @@ def answer(
     """A row's greedy answer to a prompt, with what it took.
 
     Returns:
-        answer; score, 0 to 100; new_tokens; read_seconds and answer_seconds; steps, cpu_ratio, kept_share and
-        retrieved_share of the cache (None: not a thing of this row).
+        answer; score, 0 to 100; new_tokens; answer_seconds; cpu_ratio, kept_share and retrieved_share of the
+        cache (None: not a thing of this row).
     """
-    began = time.perf_counter()
     model, ids = reading.model, reading.ids
     read = ids.shape[1] - (prompt.asked if setup == "sparse" else 0)
     cache, logits = reading.start(row, read)
@@ -89,11 +86,14 @@ def answer(
         )  # fmt: skip
     new = found[0, ids.shape[1] :]
     text = postprocess_generated_text(tokenizer.decode(new, skip_special_tokens=True), list(sample.until), None)
-    ended = time.perf_counter()
+    seconds = time.perf_counter() - started
     stats = {} if row.policy == CONTROL else cache.stats().as_dict()
     return {
-        "score": sample.score(text), "answer": text, "new_tokens": len(new),
-        "read_seconds": started - began, "answer_seconds": ended - started,
-        **{name: stats.get(name) for name in ("steps", "cpu_ratio", "kept_share")},
+        "score": sample.score(text),
+        "answer": text,
+        "new_tokens": len(new),
+        "answer_seconds": seconds,
+        "cpu_ratio": stats.get("cpu_ratio"),
+        "kept_share": stats.get("kept_share"),
         "retrieved_share": (stats.get("retrievals") or {}).get("retrieved_share"),
-    }  # fmt: skip
+    }

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
-import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.samples import Sample
@@ -26,36 +24,34 @@ class Prompt:
     asked: int
     whole: int
 
-    @property
-    def checksum(self) -> int:
-        """Of the ids: what was answered to another prompt of the same name is no answer to this one."""
-        return zlib.crc32(self.ids.numpy().tobytes())
 
-
+@dataclass(frozen=True)
 class Prompter:
     """Makes prompts that fit a model.
 
-    Args:
+    Attributes:
         model, tokenizer: whose prompts they are.
         most: tokens of a prompt; None: as many positions as the model has, less the answer.
         chat: whether the tokenizer's chat template is used where a sample allows it.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, most: int | None, chat: bool
-    ) -> None:
-        positions = model.config.get_text_config(decoder=True).max_position_embeddings
-        if most is not None and most > positions:
-            raise typer.BadParameter(f"--max-tokens {most}: this model has {positions} positions")
-        self.tokenizer, self.most, self.positions = tokenizer, most, positions
-        self.chat = chat and bool(tokenizer.chat_template)
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    most: int | None
+    chat: bool
+
+    @property
+    def positions(self) -> int:
+        """The longest context that the model can have, in tokens."""
+        return int(self.model.config.get_text_config(decoder=True).max_position_embeddings)
 
     def __call__(self, sample: Sample) -> Prompt:
         """The prompt of a sample that leaves room for its answer.
 
-        What is too long loses its middle, as in LongBench: the first and the last half of what fits stay.
+        What is too long loses its middle, as in LongBench: the first and the last half of what fits stay. A ValueError
+        tells that these do not hold the question.
         """
-        chat = self.chat and sample.chat
+        chat = self.chat and sample.chat and bool(self.tokenizer.chat_template)
         room = min(self.most or self.positions, self.positions - sample.new_tokens)
         room -= len(self._ids(self._frame("", sample, chat), special=not chat))
         content = self._ids(sample.prompt, special=False)
@@ -64,11 +60,9 @@ class Prompter:
             half = max(room // 2, 1)
             text = self.tokenizer.decode(content[:half]) + self.tokenizer.decode(content[-half:])
         framed = self._frame(text, sample, chat)
-        at = framed.rfind(sample.question.strip())
-        if at < 0:
-            raise typer.BadParameter(f"{room} tokens do not hold the question of {sample.task}: give more --max-tokens")
+        question = framed[framed.rindex(sample.question.strip()) :]
         ids = self._ids(framed, special=not chat)
-        asked = min(len(self._ids(framed[at:], special=False)), len(ids) - 1)
+        asked = min(len(self._ids(question, special=False)), len(ids) - 1)
         return Prompt(torch.tensor([ids]), asked, len(ids) + max(len(content) - room, 0))
 
     def _frame(self, text: str, sample: Sample, chat: bool) -> str:
@@ -78,5 +72,4 @@ class Prompter:
         return text + sample.start
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ import torch
 import typer
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import common
 from tasks.answers import CONTROL, SETUPS, Reading, answer
@@ -22,10 +22,6 @@ from tasks.prompts import Prompt, Prompter
 from tasks.samples import Sample
 from tasks.scores import report
 
-DataOption = Annotated[
-    Path | None,
-    typer.Option(exists=True, file_okay=False, help="A folder with the benchmark's own files, in place of the hub."),
-]
 KEYS = ("task", "sample", "row", "setup")
 ROWS = (
     "full,dynamic,scout:budget=1024,scout:budget=2048,hgca:window=1024,hgca:window=2048,fixed_hybrid:budget=0.05,"
@@ -39,12 +35,10 @@ Reader = Callable[[str, PreTrainedTokenizerBase], list[Sample]]
 class Asking:
     """The options that all benchmarks share."""
 
+    tasks: Annotated[str, typer.Option(help="Tasks or sets of them; an unknown name tells which there are.")] = ""
     rows: common.RowsOption = field(default_factory=lambda: [ROWS])
     setup: Annotated[
-        str,
-        typer.Option(
-            help='How the question is attended: "dense", like the prompt, "sparse", as the policy decodes, or both.'
-        ),
+        str, typer.Option(help='Questions "dense", attended like the prompt, "sparse", as the policy decodes, or both.')
     ] = "dense"
     limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task [default: all].")] = None
     min_tokens: Annotated[int, typer.Option(min=0, help="Leave out shorter prompts.")] = 0
@@ -52,51 +46,46 @@ class Asking:
         int | None, typer.Option(min=16, help="Cut longer prompts in the middle; by default to the model's positions.")
     ] = None
     new_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer; by default the task's own.")] = None
+    data_dir: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder with the benchmark's files [the hub].")
+    ] = None
     chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template, where the benchmark does.")] = True
 
 
 def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting: common.Setting, **about: Any) -> None:
     """Answer and report; what an earlier run with the same settings has answered is not asked again.
 
-    Args:
-        title: of the benchmark.
-        tasks: names of its tasks; read: gives the samples of one.
-        about: what else the answers depend on, for `json`.
+    `read` gives the samples of a task; `about` says, in values for `json`, what else the answers depend on.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it advises on options of its own
     rows = common.rows_of(asking.rows, known={CONTROL: common.FULL})
     setups = common.listed(asking.setup, SETUPS, "setups")
-    if setting.out.suffix != ".csv":
-        raise typer.BadParameter(f"--out {setting.out} is no CSV: the other results go beside it under its name")
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     about |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
     about |= {"new_tokens": asking.new_tokens, "chat": asking.chat}
     records = common.Records(setting.beside(".jsonl"), KEYS, about)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
-    quiet = not state.is_main_process
+    prompter = Prompter(model, tokenizer, asking.max_tokens, asking.chat)
     by_task = {
-        task: questions(asking, read, task, model, tokenizer)
-        for task in tqdm(tasks, desc="samples", unit="task", delay=5, leave=False, disable=quiet)
+        task: list(itertools.islice(prompts(read(task, tokenizer), prompter, asking), asking.limit))
+        for task in tqdm(tasks, desc="samples", unit="task", delay=5, leave=False, disable=not state.is_main_process)
     }
     missing = [task for task, found in by_task.items() if not found]
-    everything = [question for found in by_task.values() for question in found]
+    everything = [each for found in by_task.values() for each in found]
     if not everything:
         raise typer.BadParameter(f"no sample of {', '.join(missing)}: no rows are there, or none is long enough")
     mine = everything[state.process_index :: state.num_processes]
     keys = list(itertools.product(setups, rows))
-    with tqdm(total=len(mine) * len(keys), disable=quiet, unit="answers") as bar:
-        for sample, prompt in mine:
-            reading = Reading(model, prompt.ids.to(model.device))
-            for setup, row in keys:
-                bar.set_description(f"{sample.task}, {row.name}")
-                key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
-                # What was answered to another prompt of this name, or with another file of a knob, is asked again.
-                same = {"prompt": prompt.checksum, "files": row.files}
-                if not same.items() <= records.found.get(records.key(key), {}).items():
-                    length = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
-                    records.add(key | same | length | answer(reading, row, setup, prompt, sample, tokenizer))
-                bar.update()
+    for sample, prompt in tqdm(mine, unit="samples", disable=not state.is_main_process):
+        reading = Reading(model, prompt.ids.to(model.device))
+        for setup, row in keys:
+            key = {"task": sample.task, "sample": sample.name, "row": row.name, "setup": setup}
+            # What was answered to another prompt of this name, or with another file of a knob, is asked again.
+            same = {"prompt": zlib.crc32(prompt.ids.numpy().tobytes()), "files": row.files}
+            if not same.items() <= records.found.get(records.key(key), {}).items():
+                length = {"tokens": prompt.ids.shape[1], "whole": prompt.whole, "asked": prompt.asked}
+                records.add(key | same | length | answer(reading, row, setup, prompt, sample, tokenizer))
     state.wait_for_everyone()
     if state.is_main_process:
         records.read()
@@ -105,25 +94,10 @@ def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting:
     state.destroy_process_group()
 
 
-def questions(
-    asking: Asking, read: Reader, task: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[Sample, Prompt]]:
-    """The samples of a task that are asked for, with their prompts."""
-    try:
-        samples = read(task, tokenizer)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"what {task} is made of cannot be fetched ({error}): give it as files, with --data-dir or --prose"
-        ) from error
-    if twice := [name for name, count in Counter(sample.name for sample in samples).items() if count > 1]:
-        raise typer.BadParameter(f"{task} has several samples named {twice[0]!r}: give each an _id of its own")
-    prompter = Prompter(model, tokenizer, asking.max_tokens, asking.chat)
-    found: list[tuple[Sample, Prompt]] = []
+def prompts(samples: Iterable[Sample], prompter: Prompter, asking: Asking) -> Iterator[tuple[Sample, Prompt]]:
+    """The samples that are long enough, with their prompts."""
     for sample in samples:
-        if len(found) == asking.limit:
-            break
         sample = replace(sample, new_tokens=min(sample.new_tokens, asking.new_tokens or sample.new_tokens))
         prompt = prompter(sample)
         if prompt.whole >= asking.min_tokens:
-            found.append((sample, prompt))
-    return found
+            yield sample, prompt

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
+import lm_eval.tasks
+from datasets import Dataset
 
 import common
 
@@ -40,54 +41,51 @@ class Sample:
     chat: bool = True
 
 
-def read_rows(folder: Path, task: str, fields: Iterable[str]) -> list[dict[str, Any]]:
-    """The rows of `FOLDER/TASK.jsonl`; none where there is no such file.
-
-    Args:
-        fields: what each row must have.
-    """
+def read_rows(folder: Path, task: str) -> list[dict[str, Any]]:
+    """The rows of `FOLDER/TASK.jsonl`; none where there is no such file."""
     file = folder / f"{task}.jsonl"
-    if not file.exists():
-        return []
-    rows = []
     # Not splitlines: JSON may hold other ends of lines than this one as they are.
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise typer.BadParameter(f"{file}, line {number}, is no JSON: {error}") from None
-        if lacking := [field for field in fields if not isinstance(row, dict) or field not in row]:
-            raise typer.BadParameter(f"{file}, line {number}, has no {', '.join(lacking)}")
-        rows.append(row)
-    return rows
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else ()
+    return [json.loads(line) for line in lines if line.strip()]
 
 
-def named(text: str, tasks: Iterable[str], sets: dict[str, tuple[str, ...]]) -> list[str]:
+def named(text: str, sets: dict[str, tuple[str, ...]]) -> list[str]:
     """Tasks of a comma-separated list, in which the name of a set stands for its tasks; each once."""
-    names = common.listed(text, [*sets, *sorted(tasks)], "task")
+    tasks = sorted({task for each in sets.values() for task in each})
+    names = common.listed(text, [*sets, *tasks], "task")
     return list(dict.fromkeys(task for name in names for task in sets.get(name, (name,))))
 
 
-def harness_task(folder: str, name: str, dataset: Callable[..., Any] | None = None) -> Any:
-    """A task of lm-eval, with its rows.
+def harness_samples(
+    folder: str, name: str, metric: str, question: Callable[..., str], rows: Dataset | None = None, **more: Any
+) -> list[Sample]:
+    """The samples of a task of lm-eval.
 
     Args:
-        folder: of lm-eval's tasks.
-        name: of the task.
-        dataset: makes the rows, `{"test": Dataset}`, in place of those that the task takes from the hub.
+        folder: of lm-eval's tasks; name: of the task.
+        metric: of the task's metrics, 0 to 1, the one that scores.
+        question: gives it, from a row and its prompt.
+        rows: in place of those that the task takes from the hub.
+        more: what else each sample has.
     """
-    import lm_eval.tasks
-
     # One folder: reading all of lm-eval's thousands of files takes a minute.
     source = Path(lm_eval.tasks.__file__).parent / folder
     manager = lm_eval.tasks.TaskManager(include_path=str(source), include_defaults=False)
-    changes = {} if dataset is None else {"custom_dataset": dataset}
-    found = manager.load({"group": "chosen", "task": [{"task": name, **changes}]})
-    return found["tasks"][name]
+    changes = {} if rows is None else {"custom_dataset": lambda **_: {"test": rows}}
+    task = manager.load({"group": "chosen", "task": [{"task": name, **changes}]})["tasks"][name]
+    limits = task.config.generation_kwargs
 
+    def sample(number: int, doc: dict[str, Any]) -> Sample:
+        prompt, prefix = task.doc_to_text(doc), task.doc_to_prefix(doc)
+        return Sample(
+            name=str(number),
+            prompt=prompt,
+            question=question(doc, prompt),
+            new_tokens=limits["max_gen_toks"],
+            score=lambda answer: 100 * float(task.process_results(doc, [answer])[metric]),
+            until=tuple(limits["until"]),
+            start=task.config.target_delimiter + prefix if prefix else "",
+            **more,
+        )
 
-def score_of(task: Any, doc: dict[str, Any], metric: str) -> Callable[[str], float]:
-    """What an answer to a row of lm-eval's task is worth by a metric, 0 to 100."""
-    return lambda answer: 100 * float(task.process_results(doc, [answer])[metric])
+    return [sample(number, doc) for number, doc in enumerate(task.test_docs())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ REFERENCE = "full"
 AVERAGE = "average"
 WORTH = "average, full above 20"
 """Over the tasks on which full attention scores above 20: where the model fails anyway, a cache has nothing to lose."""
-RESAMPLES = 10_000
 FEWEST = 5
 """Samples of each task that an interval takes: of fewer, resampling says too little."""
 
@@ -40,13 +41,12 @@ def difference(pairs: Sequence[np.ndarray]) -> dict[str, Any]:
         pairs: samples that count. All None or 0 without any.
     """
     pairs = [task for task in pairs if len(task)]
-    if not pairs:
-        return {"more": None, "low": None, "high": None, "pairs": 0}
-    found = {"more": float(np.mean([task.mean() for task in pairs])), "low": None, "high": None}
-    found["pairs"] = sum(map(len, pairs))
-    if min(map(len, pairs)) >= FEWEST:
+    found: dict[str, Any] = {"more": None, "low": None, "high": None, "pairs": sum(map(len, pairs))}
+    if pairs:
+        found["more"] = float(_mean_of_means(*pairs, axis=0))
+    if min(map(len, pairs), default=0) >= FEWEST:
         interval = bootstrap(
-            pairs, _mean_of_means, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0)
+            pairs, _mean_of_means, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
         ).confidence_interval
         found |= {"low": float(interval.low), "high": float(interval.high)}
     return found
@@ -70,67 +70,31 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     frame["fed"] = frame.new_tokens + frame.asked.where(frame.setup == "sparse", 0)
     full = frame[frame.row == REFERENCE]
     frame = frame.merge(full[[*KEYS, "score", "answer"]], "left", KEYS, suffixes=("", "_full"))
+    of_full = full.groupby(["setup", "task"]).score.mean().rename("full")
+    frame = frame.join(of_full, ["setup", "task"])
     frame["less"] = frame.score - frame.score_full
     frame["same"] = (frame.answer == frame.answer_full).where(frame.score_full.notna()).astype(float)
     lines = []
     for (setup, row), mine in frame.groupby(["setup", "row"], sort=False):
-        base = full[full.setup == setup].groupby("task").score.mean()
-        tasks = list(mine.task.unique())
-        worth = [task for task in tasks if base.get(task, 0) > 20]
-        over = {task: [task] for task in tasks} | {AVERAGE: tasks} | ({WORTH: worth} if worth else {})
-        for name, chosen in over.items():
-            each = mine[mine.task.isin(chosen)]
+        for name, each in [*mine.groupby("task", sort=False), (AVERAGE, mine), (WORTH, mine[mine.full > 20])]:
+            if each.empty:
+                continue
             by_task = each.groupby("task", sort=False)
             less = difference([task.dropna().to_numpy() for _, task in by_task.less])
-            of_full = base.reindex(chosen).mean()
+            mean_full = by_task.full.first().mean()
             lines.append({
                 "setup": setup, "row": row, "task": name, "score": by_task.score.mean().mean(), **less,
-                "full": of_full, "percent": 100 * less["more"] / of_full if less["pairs"] and of_full else None,
-                "same": each.same.mean(), "tasks": len(chosen), "samples": len(each), "tokens": each.tokens.mean(),
+                "full": mean_full, "percent": 100 * less["more"] / mean_full if less["pairs"] and mean_full else None,
+                "same": each.same.mean(), "tasks": len(by_task), "samples": len(each), "tokens": each.tokens.mean(),
                 "cut": (each.whole > each.tokens).sum(),
                 "ms_per_token": 1000 * each.answer_seconds.sum() / each.fed.sum(), **each[SHARES].mean(),
             })  # fmt: skip
     return [{name: None if value is not None and value != value else value for name, value in x.items()} for x in lines]
 
 
-FEEDING = {
-    "dense": "The whole prompt is attended exactly; the policy chooses for the tokens of the answer.",
-    "sparse": "The question is fed token by token, and the policy chooses for each of its tokens, too; what comes "
-    "before it is attended exactly.",
-}
-
-
 def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
-    """Write the CSV, and beside it a table (`.md`) of the same name.
-
-    Args:
-        title: of the table.
-        records: all answers.
-        missing: tasks without a sample, to be told.
-    """
-    lines = summarize(records)
-    setting.write(lines)
-    setting.beside(".md").write_text(_markdown(title, lines, missing), encoding="utf-8")
-    print(f"wrote {setting.beside('.md')}")
-    columns = ("setup", "row", "task", "score", "more", "low", "high", "percent", "same", "pairs", "ms_per_token")
-    averages = [line for line in lines if line["task"] in (AVERAGE, WORTH)]
-    common.show(f"{title}: scores, and what they are more than those of {REFERENCE}", averages, columns)
-    if missing:
-        print(f"no samples of {', '.join(missing)}")
-
-
-def spoken(line: dict[str, Any]) -> str:
-    """A score and its difference to full attention, as a cell of a table."""
-    score = f"{line['score']:.1f}"
-    if line["more"] is None or line["row"] == REFERENCE:
-        return score
-    if line["low"] is None:
-        return f"{score} ({line['more']:+.1f})"
-    return f"{score} ({line['more']:+.1f}, {line['low']:+.1f} to {line['high']:+.1f})"
-
-
-def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -> str:
-    meta = common.environment()
+    """Write the CSV of all answers, and beside it and on the screen tables (`.md`) that tell of missing tasks, too."""
+    lines, meta = summarize(records), common.environment()
     parts = [
         f"# {title}",
         f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "
@@ -139,20 +103,27 @@ def _markdown(title: str, lines: list[dict[str, Any]], missing: Sequence[str]) -
         "the interval in which 95 % of resampled differences lie (paired bootstrap; none where a task has fewer than "
         f"{FEWEST} samples).",
     ]
-    for setup in SETUPS:
-        by_task: dict[str, dict[str, dict[str, Any]]] = {}
-        for line in lines:
-            if line["setup"] == setup:
-                by_task.setdefault(line["task"], {})[line["row"]] = line
+    for setup, of_setup in groupby(lines, itemgetter("setup")):
+        by_row = {row: [*of_row] for row, of_row in groupby(of_setup, itemgetter("row"))}
         table = []
-        for task, by_row in by_task.items():
-            first = next(iter(by_row.values()))
-            of_tasks = f" of {first['tasks']} tasks" if task in (AVERAGE, WORTH) else ""
-            counted = f"{first['samples']} ({first['cut']}){of_tasks}"
-            table.append(" | ".join([task, counted, *map(spoken, by_row.values())]))
-        if table:
-            titles = " | ".join(["task", "samples (cut)", *by_row])
-            parts += [f"## Question {setup}", FEEDING[setup], figures.lines(titles, table, words=2)]
+        for first, *others in zip(*by_row.values(), strict=True):
+            counted = f"{first['samples']} ({first['cut']})"
+            counted += f" of {first['tasks']} tasks" if first["tasks"] > 1 else ""
+            table.append(" | ".join([first["task"], counted, *map(spoken, [first, *others])]))
+        titles = " | ".join(["task", "samples (cut)", *by_row])
+        parts += [f"## Question {setup}", SETUPS[setup], figures.lines(titles, table, words=2)]
     if missing:
         parts.append(f"No samples of {', '.join(missing)} were at hand: they are in no average.")
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    setting.write(lines)
+    setting.beside(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def spoken(line: dict[str, Any]) -> str:
+    """A score and its difference to full attention, as a cell of a table."""
+    score = f"{line['score']:.1f}"
+    if line["more"] is None or line["row"] == REFERENCE:
+        return score
+    interval = "" if line["low"] is None else f", {line['low']:+.1f} to {line['high']:+.1f}"
+    return f"{score} ({line['more']:+.1f}{interval})"

@@ -1,1 +1,1 @@
-"""A walk over the model types of Transformers: tiny configs, the comparison of one type."""
+"""Tiny configs for every model type of Transformers."""

@@ -76,4 +76,4 @@ def test_the_report(tmp_path, capsys, few):
     assert "| easy | 2 (2) | 40.0 | 38.0 (-2.0, -4.0 to +0.0) |" in text
     assert "## Question sparse" in text
     assert "No samples of samsum were at hand" in text
-    assert "no samples of samsum" in capsys.readouterr().out
+    assert "No samples of samsum" in capsys.readouterr().out
