@@ -38,7 +38,7 @@ import figures
 import hf_offload
 from hf_offload.blocks import digests
 from hf_offload.cache.layer import HybridLayer
-from walk import configs
+from tiny_configs import causal_types, multimodal_types, tiny_config
 
 # Makes a process for each type, forked from one that has imported this script.
 FORKS = multiprocessing.get_context("forkserver")
@@ -67,8 +67,8 @@ SEARCHES: dict[str, dict[str, Any]] = {"greedy": {}, "beam": {"num_beams": 3}}
 
 def build(model_type: str, attention: str) -> PreTrainedModel:
     """A model of a type with random weights, the same ones for each attention."""
-    kind = getattr(transformers, (configs.causal_types() | configs.multimodal_types())[model_type])
-    config = configs.tiny_config(model_type)
+    kind = getattr(transformers, (causal_types() | multimodal_types())[model_type])
+    config = tiny_config(model_type)
     text = config.get_text_config(decoder=True)
     if not isinstance(config, kind.config_class) and isinstance(text, kind.config_class):
         config = text
@@ -206,7 +206,7 @@ def main(
 ) -> None:
     """Compare every model type with eager attention."""
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # or the process that is forked would not find this script
-    known = [*configs.causal_types(), *configs.multimodal_types()]
+    known = [*causal_types(), *multimodal_types()]
     here, rows = common.environment(), {}
     if out.exists():  # of an earlier walk
         earlier = pd.read_csv(out, dtype=str, keep_default_na=False).to_dict("records")

@@ -317,7 +317,7 @@ def exact_types() -> int:
 
 def model_counts() -> pd.DataFrame:
     """How many causal language models and multimodal models have which result."""
-    from walk.configs import causal_types  # whose import takes seconds
+    from tiny_configs import causal_types  # whose import takes seconds
 
     frame = rows("families")
     kind = frame.model_type.isin(causal_types()).map({True: "causal", False: "multimodal"})

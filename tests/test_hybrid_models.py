@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_offload import HybridCache
 from hf_offload.cache.layer import HybridLayer
-from walk import configs
+from tiny_configs import tiny_config
 
 Models = dict[str, PreTrainedModel]
 
@@ -30,7 +30,7 @@ tiers = pytest.mark.parametrize("tier", TIERS)
 
 
 def build(model_type: str, attn_implementation: str) -> PreTrainedModel:
-    config = configs.tiny_config(model_type)
+    config = tiny_config(model_type)
     for name, value in KINDS.get(model_type, {}).items():
         setattr(config, name, value)
     return tiny_model(config, attn_implementation)

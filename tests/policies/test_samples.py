@@ -21,7 +21,7 @@ from hf_offload.blocks import digests
 from hf_offload.cache.checks import Checks
 from hf_offload.policies.choices import DrawnPairs
 from hf_offload.tools import measuring
-from walk import configs
+from tiny_configs import tiny_config
 
 BLOCK, PROMPT, STEPS = 16, 150, 24
 NEAR: dict[str, Any] = {"sinks": 16, "recent": 16}
@@ -76,7 +76,7 @@ def ahead(lookahead: str) -> dict[str, Any]:
 
 def model_of_type(model_type: str, attn_implementation: str) -> Any:
     """Half of its layers have sliding windows."""
-    config = configs.tiny_config(model_type)
+    config = tiny_config(model_type)
     kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
     config.layer_types = kinds[: config.num_hidden_layers]
     torch.manual_seed(0)

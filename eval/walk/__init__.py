@@ -1,1 +1,0 @@
-"""Tiny configs for every model type of Transformers."""
