@@ -17,12 +17,14 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.options import Options
 from gpu.results import Results
+
+if TYPE_CHECKING:
+    from gpu.options import Options
 
 Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
 """By name, the seconds that a case may take, and what yields its rows: `cases(options)` of a part's module."""

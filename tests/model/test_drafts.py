@@ -98,7 +98,7 @@ def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tens
         ).logits  # fmt: skip
 
 
-FOLLOWING = 3 * BLOCK
+FOLLOWING = 2 * BLOCK
 
 
 def counts(cache: HybridCache) -> torch.Tensor:
