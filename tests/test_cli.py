@@ -80,8 +80,8 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     assert command in ("", "plan") or "(SmolLM2-135M-Instruct)" in options
 
 
-def test_help_imports_no_torch_and_the_script_ends_with_its_code() -> None:
-    """In a process of its own, for this one has torch already, and the script ends it."""
+def test_imports_of_a_fresh_process_and_the_exit_code_of_the_script() -> None:
+    """In a process of its own, for this one has imported all of that, and the script ends it."""
     code = """
 import contextlib, sys
 from hf_offload_cli import app, script
@@ -90,13 +90,22 @@ for words in (["--help"], ["--version"], *([name, "--help"] for name in %r), ["p
         app(words)
 assert not {"torch", "transformers", "hf_offload"} & sys.modules.keys()
 print("nothing imported")
+import _thread, torch, transformers
+interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+before = [set(each._global_mapping) for each in interfaces]
+threads = _thread._count(), torch.get_num_threads()
+import hf_offload
+for each, names in zip(interfaces, before):
+    assert set(each._global_mapping) - names == {"hybrid_sparse"}
+assert (_thread._count(), torch.get_num_threads()) == threads
+print("nothing else registered")
 sys.argv = ["hf-offload", "plan", "--policy", "sprase"]
 script()
 """
     done = subprocess.run([sys.executable, "-c", code % (COMMANDS,)], capture_output=True, text=True, check=False)
     version = importlib.metadata.version("hf-offload")
     assert f"\n{version}\n" in done.stdout
-    assert done.stdout.endswith("nothing imported\n")
+    assert done.stdout.endswith("nothing imported\nnothing else registered\n"), done.stderr
     assert done.returncode == 2
     assert "Error: policy='sprase' is unknown" in done.stderr
     assert "Traceback" not in done.stderr

@@ -23,7 +23,7 @@ PACKAGE = Path(hf_offload.__file__).parent
 DEFAULTS = ("float16", "bfloat16", "float64", "meta")
 """Default dtypes, and a default device on which no value can be read."""
 
-STEPS = 8
+STEPS = 6
 """Of which the fifth fills a block."""
 
 

@@ -30,7 +30,7 @@ import hf_offload
 from hf_offload import HybridCache, disable, enable, enabled
 from hf_offload.graph.cuda_graph import graphed
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
 
 
 @pytest.fixture

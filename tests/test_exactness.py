@@ -15,8 +15,8 @@ from hf_offload import ConstantPredictor
 from hf_offload.attention import interface
 from hf_offload.cache.layer import HybridLayer
 
-STEPS = 45
-PROMPT = 75
+STEPS = 25
+PROMPT = 91
 BLOCK = 16
 FOUR_BLOCKS = {"resident": 4 * BLOCK}
 

@@ -23,7 +23,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "split": {"tier": "split", "resident": 64, "lookahead": "select", "synchronous_layers": (0,)},
 }
 SCOUT: dict[str, Any] = {"budget": 512, "sinks": 16, "recent": 0, "block_size": 16, "prefill_tile": 32}
-LENGTH, STEPS = 75, 20
+LENGTH, STEPS = 75, 8
 
 every_type = pytest.mark.parametrize("model_type", TYPES)
 tiers = pytest.mark.parametrize("tier", TIERS)

@@ -60,13 +60,13 @@ def outcome(model: PreTrainedModel, setting: str, folder: Path, limited: str, mi
 
         acts: dict[str, Callable[[], Any]] = {
             "make": lambda: HybridCache(model, block_size=16, prefill_tile=64, **running, **SETTINGS[setting]),
-            "prompt": lambda: read("make", 580),
-            "decode": lambda: read("make", 20, 20),
+            "prompt": lambda: read("make", 588),
+            "decode": lambda: read("make", 8, 8),
             "turn": lambda: read("make", 90),
             "save": lambda: held["make"].save(folder / "saved"),
             "load": lambda: HybridCache.load(folder / "saved", model, **running),
             "fork": lambda: held["load"].fork(),
-            "steps": lambda: [read(name, 20, 20) for name in ("make", "load", "fork")],
+            "steps": lambda: [read(name, 8, 8) for name in ("make", "load", "fork")],
         }
         for name, act in acts.items():
             if name == limited:

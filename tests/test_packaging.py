@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import functools
 import importlib.metadata
 import re
 import shutil
@@ -63,6 +64,10 @@ def test_the_wheel_holds_the_package_alone_and_the_sdist_what_a_build_needs(buil
     assert not [name for name in names if name.split("/")[0] in {"tests", "eval", "examples", "docs"}]
 
 
+distributions = functools.cache(importlib.metadata.packages_distributions)
+"""By module; it reads what is told of every package that is installed."""
+
+
 def imported(*folders: str) -> set[str]:
     """Distributions whose modules the Python files of some folders import, in functions, too."""
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
@@ -75,7 +80,7 @@ def imported(*folders: str) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.add(str(node.module))
     tops = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - own
-    found = importlib.metadata.packages_distributions()
+    found = distributions()
     return {normal(found.get(top, [top])[0]) for top in tops}
 
 

@@ -28,7 +28,6 @@ Act = Callable[[PreTrainedModel, HybridCache], None]
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -37,8 +36,8 @@ def no_collector() -> Iterator[None]:
 
 
 @torch.no_grad()
-def decode(model: PreTrainedModel, cache: HybridCache, steps: int = 20) -> None:
-    model(prompt(2, 150)[0], past_key_values=cache)
+def decode(model: PreTrainedModel, cache: HybridCache, steps: int = 6) -> None:
+    model(prompt(2, 155)[0], past_key_values=cache)
     for i in range(steps):
         model(torch.full((2, 1), 5 + i, device=DEVICE), past_key_values=cache)
 

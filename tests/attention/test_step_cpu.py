@@ -48,11 +48,11 @@ def test_steps_that_are_planned_one_by_one_give_the_same_bits(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """What depends on the length is written into every launch, whatever lay in the buffers before."""
-    ids, _ = prompt(2, 320)
+    ids, _ = prompt(2, 276)
     found, empty = [], np.empty
     compiled = HybridCache(model, name, **KNOBS[name])  # Numba knows NumPy's own np.empty alone
-    prefill(model, compiled, ids[:, :200])
-    decode(model, compiled, ids, 200, 202)
+    prefill(model, compiled, ids[:, :244])
+    decode(model, compiled, ids, 244, 246)
 
     def poisoned(shape: Any, dtype: Any = float, **kwargs: Any) -> np.ndarray:
         array = empty(shape, dtype, **kwargs)
@@ -65,23 +65,23 @@ def test_steps_that_are_planned_one_by_one_give_the_same_bits(
             if once:
                 patch.setattr(CpuStep, "_serves", lambda step: False)
             cache = HybridCache(model, name, **KNOBS[name])
-            prefill(model, cache, ids[:, :200])
-            found.append(decode(model, cache, ids, 200, 320))
+            prefill(model, cache, ids[:, :244])
+            found.append(decode(model, cache, ids, 244, 276))
     assert not found[0].isnan().any()
     assert torch.equal(*found)
 
 
 def grow_a_fork(cache: HybridCache, model: PreTrainedModel, ids: torch.Tensor) -> None:
     """The other one grows the pool that both share."""
-    decode(model, cache.fork(), ids.flip(1), 0, 90)
+    prefill(model, cache.fork(), ids.flip(1)[:, :90])
 
 
-CHANGES: dict[str, tuple[Callable[..., Any], int]] = {  # what is done behind 220 tokens, and how many there are then
-    "crop": (lambda cache, model, ids: cache.crop(-40), 180),
-    "fork": (grow_a_fork, 220),
-    "rows": (lambda cache, model, ids: cache.reorder_cache(torch.tensor([1, 0])), 220),
-    "fork and go on": (lambda cache, model, ids: cache.fork(), 220),  # the one that was forked from is gone
-    "append": (lambda cache, model, ids: prefill(model, cache, ids[:, 220:250]), 250),
+CHANGES: dict[str, tuple[Callable[..., Any], int]] = {  # what is done behind 242 tokens, and how many there are then
+    "crop": (lambda cache, model, ids: cache.crop(-56), 186),
+    "fork": (grow_a_fork, 242),
+    "rows": (lambda cache, model, ids: cache.reorder_cache(torch.tensor([1, 0])), 242),
+    "fork and go on": (lambda cache, model, ids: cache.fork(), 242),  # the one that was forked from is gone
+    "append": (lambda cache, model, ids: prefill(model, cache, ids[:, 242:300]), 300),
 }
 
 
@@ -90,16 +90,16 @@ CHANGES: dict[str, tuple[Callable[..., Any], int]] = {  # what is done behind 22
 def test_what_has_changed_is_seen(model: PreTrainedModel, name: str, change: str) -> None:
     ids, _ = prompt(2, 400)
     cache = HybridCache(model, name, **KNOBS[name])
-    prefill(model, cache, ids[:, :200])
-    decode(model, cache, ids, 200, 220)
+    prefill(model, cache, ids[:, :230])
+    decode(model, cache, ids, 230, 242)
     changed, past = CHANGES[change]
     cache = changed(cache, model, ids) or cache
     rows = ids.flip(0) if change == "rows" else ids
     assert cache.get_seq_length() == past
     stock = DynamicCache()
     prefill(model, stock, rows[:, :past])
-    want = decode(model, stock, rows, past, past + 60)
-    assert torch.allclose(decode(model, cache, rows, past, past + 60), want, atol=5e-5)
+    want = decode(model, stock, rows, past, past + 24)
+    assert torch.allclose(decode(model, cache, rows, past, past + 24), want, atol=5e-5)
 
 
 class Newest(Policy):

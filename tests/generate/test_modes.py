@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_offload import ConstantPredictor, HybridCache
 
 BLOCK = 16
-NEW = 18
+NEW = 12
 LENGTH = 60
 
 Mode = Callable[[PreTrainedModel, Any, int], torch.Tensor]

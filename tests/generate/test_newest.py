@@ -103,7 +103,7 @@ def test_drafts_by_a_models_own_layers(policy: str, tier: str, monkeypatch: pyte
         return MtpModel(main, main.config.num_mtp_layers).eval().to(DEVICE)
 
     monkeypatch.setattr(MtpModel, "from_pretrained", staticmethod(drafter))
-    ids, knobs = prompt(1, 90)[0].clamp(min=3), {"max_new_tokens": 20, "do_sample": False}
+    ids, knobs = prompt(1, 90)[0].clamp(min=3), {"max_new_tokens": 12, "do_sample": False}
     options: dict[str, Any] = {
         "block_size": 8,
         **({"tier": "split", "resident": 64} if tier == "split" else ONE_MEMORY),

@@ -48,7 +48,7 @@ def old_torch(model: Any, cache: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 UNKNOWN = of_package("a_package", "Adapter", lambda self, x: self.inner(x) + self.inner(x))
-BEFORE, BETWEEN = 150, 155
+BEFORE, BETWEEN = 155, 159
 REASONS: list[tuple[Change, int, str]] = [
     (hook, BEFORE, "a hook of model.layers.2.mlp"),
     (hook, BETWEEN, "a hook of model.layers.2.mlp"),
@@ -73,10 +73,10 @@ def test_what_a_replay_would_not_do_is_done_and_told_once(
     for graph in (False, True):
         model = model_of("opt" if change is old_torch else "llama")
         cache = graph_cache(model, "scout", auto=True, **SCOUT) if graph else eager_cache(model, "scout", **SCOUT)
-        first = run(model, cache, (150, when - 150))
+        first = run(model, cache, (BEFORE, when - BEFORE))
         change(model, cache, monkeypatch)
         with told_of() as told, counted() as count:
-            rows.append(torch.cat([first, run(model, cache, (when, 10))], 1))
+            rows.append(torch.cat([first, run(model, cache, (when, 6))], 1))
     assert torch.equal(*rows)
     assert [reason in message for message in told] == [True]
     assert cache.graph.off

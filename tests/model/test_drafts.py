@@ -15,7 +15,7 @@ from hf_offload.attention.decode import decode
 from hf_offload.model import drafts as verify
 
 BLOCK = 8
-NEW = 34
+NEW = 26
 PROMPT = 70
 SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8, "block_size": BLOCK}
 AHEAD = SMALL | {"lookahead": "attend", "synchronous_layers": (0,)}
@@ -98,7 +98,7 @@ def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tens
         ).logits  # fmt: skip
 
 
-FOLLOWING = 3 * BLOCK
+FOLLOWING = 2 * BLOCK
 
 
 def counts(cache: HybridCache) -> torch.Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,20 +85,6 @@ def saved_as(model: PreTrainedModel, policy: str | Policy, folder: Path, **knobs
     model(prompt(1, 300)[0], past_key_values=cache)
     cache.save(folder)
     return cache
-
-
-def test_an_import_registers_the_attention_alone() -> None:
-    code = """
-import _thread, torch, transformers
-interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
-before = [set(each._global_mapping) for each in interfaces]
-threads = _thread._count(), torch.get_num_threads()
-import hf_offload
-for each, names in zip(interfaces, before):
-    assert set(each._global_mapping) - names == {"hybrid_sparse"}
-assert (_thread._count(), torch.get_num_threads()) == threads
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_a_saved_cache_needs_its_policy(model: PreTrainedModel, own: ModuleType, tmp_path: Path) -> None:

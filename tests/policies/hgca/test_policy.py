@@ -18,7 +18,7 @@ from hf_offload.policies.hgca.token_mass import TokenMass
 
 BLOCK = 16
 TURNS = (40, 33, 21, 50)  # a prompt and three appends
-STEPS = 37
+STEPS = 25
 
 
 def run(model: PreTrainedModel, cache: Any, batch: int, chunk: int | None = None) -> torch.Tensor:
@@ -139,7 +139,7 @@ def direct(
         {"group": "mean", "alpha": 0.4, "beta": 0.6, "prompt_queries": 7, "append_run": 0},
         {"reevaluate": False, "prompt_queries": None},
         {"steps": "mean"},
-        {"window": 200, "beta": 2.5},  # the first append finds nothing on the host
+        {"window": 140, "beta": 2.5},  # the first append finds nothing on the host
     ],
 )
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])

@@ -109,7 +109,7 @@ def test_an_append_that_is_taken_back_at_once_leaves_nothing(
     talk.fail(0, ArithmeticError, prompt(2, 1)[0])
     assert same(talk.known(), before)
     assert torch.equal(talk.append(7), other.append(7))
-    assert torch.equal(talk.steps(8, 40), other.steps(8, 40))
+    assert torch.equal(talk.steps(8, 20), other.steps(8, 20))
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])

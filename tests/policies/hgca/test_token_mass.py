@@ -32,9 +32,9 @@ def converse(
     model: PreTrainedModel, cache: Any, attempt: Callable[[Callable[[], Any]], Any] = lambda act: act()
 ) -> torch.Tensor:
     """Logits of a prompt, steps, a turn and more steps, with padding; `attempt` makes each forward."""
-    ids, mask = prompt(2, 240)
+    ids, mask = prompt(2, 210)
     rows = []
-    for piece in itertools.pairwise([0, *range(110, 151), *range(180, 241)]):
+    for piece in itertools.pairwise([0, *range(110, 141), *range(170, 211)]):
         rows.append(attempt(lambda piece=piece: feed(model, cache, ids, mask, piece)[-1])[:, -1])
     return torch.stack(rows, 1)
 
@@ -145,11 +145,11 @@ def test_statistics_are_those_of_the_lists(model: PreTrainedModel, tier: str) ->
         lists, stop = layer.state.now.retained, layer.state.now.outside
         counts = lists.counts.reshape(2, 2).sum(0)
         assert row.kept_share_by_head == pytest.approx((counts / (valid[:, :stop] != 0).sum()).tolist())
-        left = [(tokens - layer.index) // BLOCK for tokens in (110, 150, 180, 240)]  # layers take turns
+        left = [(tokens - layer.index) // BLOCK for tokens in (110, 140, 170, 210)]  # layers take turns
         assert (row.reevaluations, row.evictions) == (2, left[1] - left[0] + left[3] - left[2])
         assert min(row.eviction_seconds, row.reevaluation_seconds) > 0
         assert row.context_bytes == int(lists.block_counts.sum()) * 2 * BLOCK * 16 * 4
-        assert row.salience_bytes > 2 * 4 * 240 * 4
+        assert row.salience_bytes > 2 * 4 * 210 * 4
     whole, table = stats.as_dict(), stats.table()
     kept = [share for row in stats.layers for share in row.kept_share_by_head]
     assert whole["kept_share"] == pytest.approx(sum(kept) / len(kept))
