@@ -143,7 +143,7 @@ def test_a_mask_that_says_nothing_of_some_keys(llama: PreTrainedModel, stock: Pr
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("policy", ["full", "scout"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 80), pytest.param(6, 2, 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(10, 1, 80), pytest.param(6, 2, 32, marks=pytest.mark.slow)])
 def test_group_sizes(heads: int, kv_heads: int, dim: int, policy: str, tier: str) -> None:
     heads_of = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
     config = transformers.LlamaConfig(**(SIZES | heads_of | {"hidden_size": 16 * heads}))
