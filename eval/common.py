@@ -450,6 +450,10 @@ class Records:
                 settings, record = json.loads(line)
             except json.JSONDecodeError:  # a stopped run has left it half written: that record is made again
                 continue
+            except ValueError:
+                raise typer.BadParameter(
+                    f"{self.file} is of an older version: remove it, or give another --out"
+                ) from None
             if settings != self.settings:
                 told = f"{self.file} holds results of other settings, {json.dumps(settings)}"
                 raise typer.BadParameter(f"{told}: remove it, or give another --out")

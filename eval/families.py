@@ -205,6 +205,8 @@ def main(
     markdown: Annotated[Path | None, typer.Option(help="Where docs/models.md goes, made of families.csv.")] = None,
 ) -> None:
     """Compare every model type with eager attention."""
+    if markdown and out.name != "families.csv":
+        raise typer.BadParameter("--markdown reads families.csv: give an --out of that name")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # or the process that is forked would not find this script
     known = [*causal_types(), *multimodal_types()]
     here, rows = common.environment(), {}

@@ -97,7 +97,6 @@ BUDGETS = (
     *(f"fixed_hybrid:budget={share}" for share in (0.02, 0.05, 0.1, 0.2)),
 )
 KNOWN: dict[str, Any] = {"methods": METHODS, "budgets": BUDGETS, "variants": ("window-1024", *VARIANTS)}
-KNOWN[common.FULL.name] = common.FULL
 for _name, _knobs in VARIANTS.items():
     _two = {} if _knobs["lookahead"] == "off" else {"tier": "split"}  # a predicted query needs two memories
     KNOWN[_name] = common.Row(_name, "scout", {"budget": 1024} | _knobs | _two)
@@ -219,6 +218,10 @@ class Text(Ask):
         """A hidden number, with what its prompt is for all rows."""
         sample = number_in(self.options.text(kind), kind, seed, self.tokenizer, tokens)
         prompt = Prompter(self.model, self.tokenizer, None, chat=True)(sample)
+        if prompt.whole > prompt.ids.shape[1]:
+            raise typer.BadParameter(
+                f"--needles: a prompt of {tokens} tokens exceeds the model's positions; shorten it"
+            )
         return Reading(self.model, prompt.ids.to(self.model.device)), prompt, sample
 
     def finds(self, row: common.Row, reading: Reading, prompt: Prompt, sample: Sample) -> bool:

@@ -109,13 +109,14 @@ def measure(
             with common.clock(seconds["save_s"]):
                 cache.save(folder)
             for name, verify in (("unverified_load_s", False), ("load_s", True)):
+                loaded = None  # what is mapped cannot be forgotten
                 forget_files(folder)
                 with common.clock(seconds[name]):
                     loaded = hf_offload.HybridCache.load(folder, model, verify=verify)
                 cold, got = common.decode(model, loaded, answer)
                 same = same and torch.equal(got, want)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        del loaded
+        loaded = None
     found = {name: float(np.median(values)) for name, values in seconds.items()}
     return {
         "row": row.name, "tokens": ids.shape[1], **found,

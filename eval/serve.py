@@ -226,12 +226,12 @@ def main(
     texts = Texts(setting, text, length)
     about = {"tokens": length, "answers": answers, "repeats": repeats, "kind": text}
     with tempfile.TemporaryDirectory() as scratch:
+        if llama_server is not None and gguf is None:
+            gguf = Path(scratch) / "bfloat16.gguf"
+            write_bfloat16(find_smollm2(), gguf)
         found = of_ours(setting, texts, counts, answers, repeats, Path(scratch) / "store")
         records = [{"way": OURS, **about, **found, "by_hand_s": by_hand(setting, texts, repeats)}]
-        if llama_server is not None:
-            if gguf is None:
-                gguf = Path(scratch) / "bfloat16.gguf"
-                write_bfloat16(find_smollm2(), gguf)
+        if llama_server is not None and gguf is not None:
             threads = setting.threads or torch.get_num_threads()
             found = of_llama(llama_server, gguf, threads, texts, counts, answers, repeats, Path(scratch))
             records.append({"way": LLAMA, **about, **found})

@@ -46,6 +46,10 @@ def write_script(
     """
     (first, newest), count = fixed, lines[0] * lines[1]
     free, middle = np.arange(first, blocks_at[0] - newest), budget - first - newest
+    if middle < 2 or len(free) < 2 * middle:
+        raise ValueError(
+            f"{blocks_at[0]} blocks are too few for a script of {budget} that are chosen; give more tokens"
+        )
     order = np.random.default_rng(0).permuted(np.tile(free, (count, 1)), axis=1)
     near, far = order[:, :middle], order[:, middle:]  # resident blocks, and the others
     start, path, missing = near, [], []

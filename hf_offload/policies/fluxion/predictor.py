@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from hf_offload.blocks.digests import DIGESTS
@@ -326,17 +327,19 @@ def _file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch
 def _read(path: str, stamp: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`_file`, read once while the file's stamp is the same."""
     try:
-        about, tensors, whole = tensor_file.unpack(Path(path).read_bytes())
-        saved_format = about.get("format")
+        with safe_open(path, "pt") as file:  # maps it: it may be a whole model
+            saved_format = json.loads((file.metadata() or {}).get("about", "{}")).get("format")
+        contents = tensor_file.unpack(Path(path).read_bytes()) if saved_format == FORMAT else None
     except (*tensor_file.UNSOUND, OSError) as error:
         raise ValueError(f"{path} is no predictor, or a damaged one ({error}); {_TRAIN}") from error
     if saved_format is None:
         raise ValueError(f"{path} is no predictor; use a file that `hf-offload train-fluxion` wrote for this model")
-    if saved_format != FORMAT:
+    if contents is None:
         raise ValueError(
             f"{path} is no predictor of format {FORMAT}, it says {shown(saved_format)}; {_TRAIN}, into the same "
             "folder: the samples that are there serve again"
         )
+    about, tensors, whole = contents
     if not whole:
         raise ValueError(f"{path} is damaged: it does not agree with its checksum; {_TRAIN}")
     if lacking := sorted({*_PARTS} - about.keys()):
