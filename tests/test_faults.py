@@ -23,7 +23,7 @@ from hf_offload.blocks import resident_set as resident
 from hf_offload.blocks.memory import host_empty
 from hf_offload.blocks.resident_set import ResidentSet
 
-LIFE = (190, 40, 1, 1, 1, "repeat", 1, 1, 9, "fork", "select", "reorder", "crop", 1, 60, 1, "reset", 30, 1)
+LIFE = (190, 40, 1, 1, 1, "repeat", 1, 1, 8, "fork", "select", "reorder", "crop", 1, 60, 1, "reset", 30, 1)
 """A prompt, turns, steps that fill a block, and changes."""
 
 CHANGES: dict[str, tuple[Callable[[HybridCache], Any], Callable[[torch.Tensor], torch.Tensor]]] = {
