@@ -4,7 +4,7 @@
     tail-….safetensors      blocks that may still change
     cache.safetensors       tables, padding, resident sets, policy states; and in its metadata, under "about", a JSON
                             text: names of the segments, policy, knobs, sizes, the model's fingerprint
-                            (`saved_fields.py` has the bounds of each)
+                            (`saved_fields.py` has the bounds of each); a checksum of all this (`tensor_file.py`)
 
 Segments are named by their checksum and never change. The last step of a save gives cache.safetensors its name, in
 place of an earlier one: a killed process or a power cut leaves one of the two saved caches, whole. The files of the

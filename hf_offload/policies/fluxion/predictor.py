@@ -26,7 +26,7 @@ from hf_offload.policies.fluxion.features import FEATURES, PromptStatistics
 from hf_offload.policies.fluxion.kernels.predictor import Network, PromptArrays, pack_network
 
 FORMAT = 5
-"""Of the file."""
+"""Of the file: 4 had a checksum of another form."""
 
 _PARTS = ("model", "features", "granularities", "digest", "sinks", "local", "predictors")
 """Required entries of a file's header."""
