@@ -252,10 +252,10 @@ def jit(function: Function) -> Function:
 
 def _linked(function: Function, options: Any) -> Function:
     note_source(function)
-    options = options | {"no_cpython_wrapper": True}
-    return cast(Function, _Internal(function, targetoptions=options, pipeline_class=LinkedCompiler))
+    return cast(Function, _Internal(function, targetoptions=options | _LINKED, pipeline_class=LinkedCompiler))
 
 
+_LINKED: Any = {"no_cpython_wrapper": True}
 _BORROWING: Any = _OPTIONS | {"_nrt": False}
 
 
@@ -449,20 +449,33 @@ def by_tiles(work: Callable[..., None]) -> Callable[..., None]:
     return borrowing(tiles, inline=True)
 
 
-def by_class(choices: Mapping[type, Callable[..., Any]]) -> Callable[..., Any]:
-    """A function for compiled code, chosen by the NamedTuple class of its first argument.
+def by_types(pick: Callable[..., Any], *, allocating: bool = True) -> Callable[..., Any]:
+    """A function for compiled code: that which `pick` returns for the types of its arguments.
 
     Args:
-        choices: functions with the same parameters by class, `NoneType` for None. They are compiled into their callers,
-            and allocate nothing.
+        pick: called with Numba's types; returns a Python function with parameters of the same names, which is compiled
+            into its callers.
+        allocating: whether such functions allocate memory; if not, they are compiled as `borrowing` does.
     """
 
     def function(*args: Any) -> Any:
         raise TypeError("for compiled code")
 
+    options = (_OPTIONS if allocating else _BORROWING) | _LINKED | {"pipeline_class": LinkedCompiler}
+    overload(function, jit_options=options)(pick)
+    return function
+
+
+def by_class(choices: Mapping[type, Callable[..., Any]], *, allocating: bool = False) -> Callable[..., Any]:
+    """A function for compiled code, chosen by the NamedTuple class of its first argument.
+
+    Args:
+        choices: functions with the same parameters by class, `NoneType` for None.
+        allocating: as for `by_types`.
+    """
+
     def pick(first: Any, *args: Any) -> Callable[..., Any]:
         return choices[NoneType if isinstance(first, types.NoneType) else first.instance_class]
 
     pick.__signature__ = inspect.signature(next(iter(choices.values())))  # type: ignore[attr-defined]
-    overload(function, jit_options=_BORROWING)(pick)
-    return function
+    return by_types(pick, allocating=allocating)

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba.extending import overload
 
 from hf_offload.cpu.kernels.block import clear_scores, mask_scores, score_block, soften_scores, softmax_step
 from hf_offload.cpu.kernels.submean_scores import SubMeans, score_submeans, sweep_from, sweep_on
-from hf_offload.cpu.launch import F32, Array, by_tiles, jit, require, tag_of
+from hf_offload.cpu.launch import F32, Array, by_class, by_tiles, jit, require, tag_of
 from hf_offload.cpu.memory import LINE, address_of, get, hold, prefetch, put
 from hf_offload.cpu.simd.register_tiles import dot_quad, repeat_quad, store_quads
 from hf_offload.cpu.simd.vectors import (
@@ -188,32 +187,18 @@ def _score_vectors(
         _score_quad(full, rest, group, digest.vectors, rows, biases, queries, width, cap, target, stride)
 
 
-def write_scores(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
-    begin: int, end: int, reach: int, out: int, stride: int,
-) -> None:  # fmt: skip
-    """Write the S scores of blocks begin..end-1 of row b for the query heads of KV head h, MASKED where none is valid.
+write_scores = by_class({SubMeans: score_submeans, Vectors: _score_vectors}, allocating=True)
+"""(digest, full, rest, query, group, table, b, h, scale, cap, begin, end, reach, out, stride): write the S scores of
+blocks begin..end-1 of row b for the query heads of KV head h, MASKED where none is valid.
 
-    Args:
-        digest: a `Digest`.
-        full, rest: tags of `launch.head_tiles`.
-        query: float32 [B, Hq, D]; table: int32 [B, N].
-        scale, cap: factor and softcap (or None) of the scores.
-        reach: prefetch this head's share of the digests of blocks end..reach-1, all KV heads (see `sweep_on`).
-        out: address of float32 [group, (end - begin + SPARE_BLOCKS) * S], rows `stride` bytes apart.
-    """
-    raise NotImplementedError("for compiled code")
-
-
-_WRITERS = {SubMeans: score_submeans, Vectors: _score_vectors}
-
-
-@overload(write_scores)
-def _write_scores(
-    digest: Any, full: Any, rest: Any, query: Array, group: int, table: Array, b: int, h: int, scale: float, cap: Any,
-    begin: int, end: int, reach: int, out: int, stride: int,
-) -> Any:  # fmt: skip
-    return _WRITERS[digest.instance_class]
+Args:
+    digest: a `Digest`.
+    full, rest: tags of `launch.head_tiles`.
+    query: float32 [B, Hq, D]; table: int32 [B, N].
+    scale, cap: factor and softcap (or None) of the scores.
+    reach: prefetch this head's share of the digests of blocks end..reach-1, all KV heads (see `sweep_on`).
+    out: address of float32 [group, (end - begin + SPARE_BLOCKS) * S], rows `stride` bytes apart.
+"""
 
 
 @jit

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba.core import types
-from numba.extending import overload
 
-from hf_offload.cpu.launch import jit
+from hf_offload.cpu.launch import by_types, jit
 
 
 class Reader(NamedTuple):
@@ -62,12 +61,7 @@ def _call_reader(packed: Any, name: str) -> Callable[..., Any]:
 
 def _reader(name: str) -> Callable[..., Any]:
     """A function of `Reader` for compiled code, with the format before its arguments; 0 without packed blocks."""
-
-    def function(packed: Any, *args: Any) -> Any:
-        raise TypeError("for compiled code")
-
-    overload(function)(lambda packed, *args: _call_reader(packed, name))  # whose parameters bear no annotations
-    return function
+    return by_types(lambda packed, *args: _call_reader(packed, name))
 
 
 score_packed, add_packed_values, add_packed_keys = map(_reader, ("score", "add_values", "add_keys"))
