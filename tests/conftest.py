@@ -81,6 +81,14 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_stays() -> None:
+    """What compiled kernels leave stays as well."""
+    if gc.get_count()[0] > 20_000 or gc.get_count()[1]:
+        gc.collect()
+        gc.freeze()
+
+
 LONGEST = {
     "test_cli.py", "test_docs.py", "test_drafts.py", "test_enable.py", "test_exactness.py", "test_extending.py",
     "test_families.py", "test_faults.py", "test_forged.py", "test_fork.py", "test_gpu_check.py",
