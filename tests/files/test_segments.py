@@ -160,7 +160,7 @@ def test_where_links_fail_segments_are_copied(family: Family, monkeypatch: pytes
 def test_segments_without_digests_are_not_linked_by_a_cache_that_has_them(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """`scout`'s digests begin with enough tokens for statistics: here 16 (`conftest.py`)."""
+    """`scout`'s digests begin with enough tokens for statistics: here 16 (`settings.py`)."""
     family = Family(model, tmp_path, "scout", 15, budget=64, sinks=8, recent=8, block_size=8)
     child = family.child(40)
     family.save(child, "child")

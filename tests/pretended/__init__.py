@@ -1,6 +1,6 @@
 """A simulated CUDA device: tensors of its own, streams that lag behind, pinned memory, graphs.
 
-With `HF_OFFLOAD_PRETEND` set, `conftest.py` installs it before anything else is imported. Tests with
+With `HF_OFFLOAD_PRETEND` set, `settings.py` installs it before anything else is imported. Tests with
 `HF_OFFLOAD_TEST_DEVICE=cuda` then run all GPU code: Triton's kernels in its interpreter, torch's operators on the CPU.
 The simulation refuses what a GPU forbids, and takes the worst choice where a GPU is free:
 
