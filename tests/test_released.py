@@ -85,7 +85,7 @@ def lose_a_job(model: PreTrainedModel, cache: HybridCache) -> None:
 
 def recall_late(model: PreTrainedModel, cache: HybridCache) -> None:
     """A recall in flight holds the memory that it reads and writes, and no longer."""
-    cache.settings.worker.delay = 0.3
+    cache.settings.worker.delay = 0.1
     decode(model, cache, 3)
 
 
