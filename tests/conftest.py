@@ -13,14 +13,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("settings")
 
 
-LONGEST = {
-    "test_cli.py", "test_docs.py", "test_drafts.py", "test_enable.py", "test_exactness.py", "test_extending.py",
-    "test_families.py", "test_faults.py", "test_forged.py", "test_fork.py", "test_gpu_check.py",
-    "test_interruptions.py", "test_limits.py", "test_names.py", "test_pairs.py", "test_prefix_store.py",
-    "test_processes.py", "test_properties.py", "test_reasons.py", "test_released.py", "test_replays.py",
-    "test_samples.py", "test_scripts.py",
-}  # fmt: skip
-"""Files that take longest, or few of whose tests take long: those begin."""
+LONGEST = (
+    "test_faults.py", "test_prefix_store.py", "test_samples.py", "test_scripts.py", "test_exactness.py",
+    "test_replays.py", "test_drafts.py", "test_fork.py", "test_extending.py", "test_gpu_check.py", "test_families.py",
+    "test_cli.py", "test_reasons.py", "test_enable.py", "test_released.py", "test_properties.py", "test_docs.py",
+    "test_interruptions.py", "test_forged.py", "test_limits.py", "test_pairs.py", "test_processes.py", "test_names.py",
+)  # fmt: skip
+"""Files that take longest, or few of whose tests take long, begin, in an order in which workers do not compile the same
+kernels at the same time."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if cases:
         items[0].config.stash[SAMPLED] = f"{quick} of {cases.total()} cases that are much alike are quick: `one_in`"
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name not in LONGEST, -tests[item.path]))  # workers take files in this order
+    first = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (first.get(item.path.name, len(first)), -tests[item.path]))  # workers take files so
 
 
 SAMPLED = pytest.StashKey[str]()

@@ -19,7 +19,7 @@ NEW = 26
 PROMPT = 70
 SMALL: dict[str, Any] = {"budget": 48, "sinks": 8, "recent": 8, "block_size": BLOCK}
 AHEAD = SMALL | {"lookahead": "attend", "synchronous_layers": (0,)}
-HGCA: dict[str, Any] = {"window": 24, "resident": None, "block_size": BLOCK}
+HGCA: dict[str, Any] = {"window": 24, "resident": None, "block_size": 16}
 PREDICTOR = ConstantPredictor(budget0=0.2, slope=0.02, sinks=16, local=16)
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"block_size": BLOCK}),
