@@ -94,11 +94,11 @@ RUNS = {
         "quality", "--ask second-turn --contexts 400 --steps 4 --limit 1 --kinds code --row full --row hgca:window=64",
         lambda rows: [row["row"] for row in rows] == ["dynamic", "full", "hgca:window=64"]
         and rows[0]["answer"] == rows[1]["answer"] and rows[2]["kept_share"] != ""),
-    "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64",
+    "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64,block_size=16",
         lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8),
     "rounding": Run("rounding", f"--contexts 300 --row {SAMPLES} --steps 16 --kinds code",
         lambda rows: min(column(rows[:6], "within")) > 0.9 and float(rows[6]["within"]) < 0.1),
-    "save_load": Run("save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout-1024",
+    "save_load": Run("save_load", "--tokens 1100 --steps 3 --repeats 1 --rows scout:budget=1024,block_size=16",
         lambda rows: rows[0]["identical"] == "True" and 1 < float(rows[0]["fork_bytes"]) < 2),
 }  # fmt: skip
 SLOW = {
