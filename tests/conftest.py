@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """A process that hands the tests to workers does without what they import: they begin seconds earlier."""
-    if config.getoption("dist", "no") == "no":
+    """A process that only hands tests to workers ("dsession") does without what tests import: workers begin earlier."""
+    if not config.pluginmanager.hasplugin("dsession"):
         config.pluginmanager.import_plugin("settings")
 
 
@@ -54,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[0].config.stash[SAMPLED] = f"{quick} of {cases.total()} cases that are much alike are quick: `one_in`"
     tests = Counter(item.path for item in items)
     first = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (first.get(item.path.name, len(first)), -tests[item.path]))  # workers take files so
+    # Workers take files in this order.
+    items.sort(key=lambda item: (first.get(item.path.name, len(first)), -tests[item.path]))
 
 
 SAMPLED = pytest.StashKey[str]()
@@ -78,6 +80,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """A worker has told all: it takes seconds to put away what compiled kernels leave, for which nobody need wait."""
+    """A worker that has reported its tests ends at once: to free what compiled kernels leave takes seconds."""
     if hasattr(config, "workerinput"):
         os._exit(0)

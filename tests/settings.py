@@ -13,11 +13,11 @@ import torch
 
 if gc.isenabled():  # until all is imported and collected, of which nothing is garbage (`pytest_collection`)
     gc.disable()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 if pretended.VARIABLE in os.environ:  # a CUDA device that is not there
     pretended.install()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported, so before that
 
 import pytest
 from defaults import default
@@ -69,8 +69,10 @@ def stock() -> PreTrainedModel:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected lives as long as the process: later collections, of which tests ask for many, pass
-    it over. Others are rare: while kernels were compiled they took a fifth of the time."""
+    """Modules and tests live as long as the process: garbage collections, of which tests ask for many, pass them over.
+
+    Automatic collections are made rare: they would take a fifth of the time in which kernels are compiled.
+    """
     try:
         return (yield)
     finally:
@@ -81,9 +83,10 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_stays() -> None:
-    """What compiled kernels leave stays as well."""
-    if gc.get_count()[0] > 20_000 or gc.get_count()[1]:
+def pass_over_what_is_left() -> None:
+    """Garbage collections pass over what earlier files have left, too, mostly of compiled kernels, if that is much."""
+    young, collections, _ = gc.get_count()
+    if young > 20_000 or collections:
         gc.collect()
         gc.freeze()
 

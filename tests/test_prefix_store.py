@@ -527,23 +527,26 @@ def test_blocks_that_end_early_raise_what_the_user_raised(make: Make, models: Mo
 
 
 def test_a_child_process_has_no_part_in_the_store(make: Make, tmp_path: Path) -> None:
-    """It neither holds the lock, nor saves, nor opens; the parent goes on while the child lives."""
+    """It neither waits for the lock to save, nor holds it, nor opens; the parent goes on while the child lives."""
     store = make()
     ask(store, ids(50))
-    flushed, tell = os.pipe()
+    (closed, tell_parent), (flushed, tell_child) = os.pipe(), os.pipe()
 
     def in_child() -> None:
         store.close()
+        os.write(tell_parent, b"!")
         with pytest.raises(RuntimeError, match="forked"), store.open(ids(50)):
             pass
         assert select.select([flushed], [], [], 60)[0]
 
     with entries.locked(tmp_path, 9.0):
         child = forked(in_child)
+        assert select.select([closed], [], [], 60)[0]
     store.flush()
-    os.write(tell, b"!")
+    os.write(tell_child, b"!")
     assert exit_status(child) == 0
-    os.close(flushed), os.close(tell)
+    for end in (closed, tell_parent, flushed, tell_child):
+        os.close(end)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors as Linux shows them")

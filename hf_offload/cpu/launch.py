@@ -252,10 +252,10 @@ def jit(function: Function) -> Function:
 
 def _linked(function: Function, options: Any) -> Function:
     note_source(function)
-    return cast(Function, _Internal(function, targetoptions=options | _LINKED, pipeline_class=LinkedCompiler))
+    return cast(Function, _Internal(function, targetoptions=options | _UNWRAPPED, pipeline_class=LinkedCompiler))
 
 
-_LINKED: Any = {"no_cpython_wrapper": True}
+_UNWRAPPED: Any = {"no_cpython_wrapper": True}
 _BORROWING: Any = _OPTIONS | {"_nrt": False}
 
 
@@ -449,19 +449,19 @@ def by_tiles(work: Callable[..., None]) -> Callable[..., None]:
     return borrowing(tiles, inline=True)
 
 
-def by_types(pick: Callable[..., Any], *, allocating: bool = True) -> Callable[..., Any]:
+def by_types(pick: Callable[..., Any], *, allocating: bool = False) -> Callable[..., Any]:
     """A function for compiled code: that which `pick` returns for the types of its arguments.
 
     Args:
-        pick: called with Numba's types; returns a Python function with parameters of the same names, which is compiled
-            into its callers.
+        pick: called with Numba's types; returns a Python function, which is compiled into its callers. The function has
+            the same parameters as `pick`, annotations included.
         allocating: whether such functions allocate memory; if not, they are compiled as `borrowing` does.
     """
 
     def function(*args: Any) -> Any:
         raise TypeError("for compiled code")
 
-    options = (_OPTIONS if allocating else _BORROWING) | _LINKED | {"pipeline_class": LinkedCompiler}
+    options = (_OPTIONS if allocating else _BORROWING) | _UNWRAPPED | {"pipeline_class": LinkedCompiler}
     overload(function, jit_options=options)(pick)
     return function
 

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
-
-from hf_offload.gpu import backend
 
 
 @pytest.fixture
@@ -14,8 +11,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the kernels themselves on CPU tensors.
 
     The interpreter replaces the functions of `triton.language` at each call of a kernel and of what that calls, which
-    takes longer than to run them; here it does so once.
+    takes longer than to run them; here it does so once. Imports are here, since this file may be read before
+    `settings.py`.
     """
+    import torch
+
+    from hf_offload.gpu import backend
+
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("with a CUDA device Triton compiles")

@@ -61,7 +61,7 @@ def _call_reader(packed: Any, name: str) -> Callable[..., Any]:
 
 def _reader(name: str) -> Callable[..., Any]:
     """A function of `Reader` for compiled code, with the format before its arguments; 0 without packed blocks."""
-    return by_types(lambda packed, *args: _call_reader(packed, name))
+    return by_types(lambda packed, *args: _call_reader(packed, name), allocating=True)
 
 
 score_packed, add_packed_values, add_packed_keys = map(_reader, ("score", "add_values", "add_keys"))
