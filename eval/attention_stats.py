@@ -37,6 +37,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import common
 from plotting import plot
+from records import show
 
 START = 2000  # token of each text to begin with
 QUERIES = 32  # the last ones of a text, to average over
@@ -155,7 +156,7 @@ def main(
                 )
     for part, lines in {"": windows, "_heads": by_head, "_positions": by_position, "_scores": scores}.items():
         setting.write(lines, part)
-    common.show(f"entries that hold {HOLDS} of a head's weight", by_head)
+    show(f"entries that hold {HOLDS} of a head's weight", by_head)
 
 
 if __name__ == "__main__":

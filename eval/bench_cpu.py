@@ -33,6 +33,7 @@ from hf_offload.cpu.kernels.int8_blocks import Int8Records, packed_bytes
 from hf_offload.cpu.kernels.linear import linear
 from hf_offload.cpu.kernels.record import HostBlocks
 from hf_offload.cpu.launch import Launch, LaunchSequence, tag_of
+from records import RESULTS, show, write_csv
 
 POOL_BYTES = 1 << 29  # far beyond the caches
 READ_BYTES = 1 << 24  # of a read for the limit: as short as the calls it is compared with
@@ -261,7 +262,7 @@ def main(
     dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = ",".join(DTYPES),
     threads: Annotated[str, typer.Option(help="Threads, comma-separated.")] = "1,2",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of every row.")] = 30,
-    out: common.OutOption = common.RESULTS / "bench_cpu.csv",
+    out: common.OutOption = RESULTS / "bench_cpu.csv",
 ) -> None:
     """Measure the CPU kernels."""
     wanted, names = common.listed(sections, SECTIONS, "sections"), common.listed(dtypes, DTYPES, "dtypes")
@@ -272,9 +273,9 @@ def main(
             torch.set_num_threads(count)
             for cases in SECTIONS[section](name, count):
                 mine += take_turns(cases, rounds, {"section": section, "kernel_threads": count, "dtype": name})
-                common.write_csv(out, [*records, *mine])
+                write_csv(out, [*records, *mine])
         records += mine
-        common.show(f"{section}: microseconds", mine)
+        show(f"{section}: microseconds", mine)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,20 @@
-"""What the evaluation scripts share: options, rows, models and texts, turns, tables, results and runs that go on."""
+"""What the evaluation scripts share: options, rows, models and texts, turns and runs that go on."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import os
-import platform
 import re
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import numpy as np
-import pandas as pd
 import psutil
 import torch
 import typer
@@ -40,10 +33,10 @@ import hf_offload
 from hf_offload.policies.registry import POLICIES, make_policy
 from hf_offload.tools import assets
 from hf_offload.tools.plan import CACHE_KNOBS, parse_setting
+from records import RESULTS, Records, environment, write_csv
 from turns import turn
 
 Item = TypeVar("Item")
-RESULTS = Path(__file__).parent / "results"
 OUT = RESULTS / f"{Path(sys.argv[0]).stem}.csv"
 """Where the results of the script that runs go."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -343,51 +336,7 @@ def percentiles(values: Iterable[float], which: Sequence[int] = (20, 50, 80)) ->
     return {f"p{percent}": float(value) for percent, value in zip(which, found, strict=True)}
 
 
-# --- Results ---------------------------------------------------------------------------------------------------------
-
-_FOLDERS = re.compile(r"(?<![^=,:])(?:\.{0,2}/)(?:[^/=,:]+/)*")
-"""Of a file's path in an argument (`/a/b.txt`, `../b.txt`, `row:knob=/a/b`), what stands before the file's name."""
-
-
-def environment() -> dict[str, str]:
-    """What a result depends on: commit, machine, threads, versions, and the command that makes it again."""
-
-    def git(arguments: str) -> str:
-        done = subprocess.run(f"git {arguments}", shell=True, cwd=RESULTS.parent, capture_output=True, text=True)
-        return done.stdout.strip()  # nothing where git is not installed
-
-    def installed(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "none"
-
-    commit = git("rev-parse --short=12 HEAD") or "unknown"
-    # The results themselves are rewritten by the very runs that record the commit.
-    changed = git("status --porcelain --untracked-files=no -- :/ ':(exclude)results'")
-    script, module = Path(sys.argv[0]), sys.modules["__main__"].__spec__
-    program = [f"{script.parent.name}/{script.name}"] if module is None else ["-m", module.name]
-    # Of a file's path only the name: where it lay is of no use to anyone else. Names of models stay.
-    arguments = [_FOLDERS.sub("", argument) for argument in sys.argv[1:]]
-    return {
-        "commit": f"{commit}+changes" if changed else commit,
-        "cpu": _cpu_model(),
-        "threads": str(torch.get_num_threads()),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
-        "python": platform.python_version(),
-        **{name: installed(name) for name in ("torch", "transformers", "numba", "triton")},
-        "command": shlex.join(["python", *program, *arguments]),
-    }
-
-
-def _cpu_model() -> str:
-    """The CPU's name and, since virtual machines often hide it, its family and model."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
-    name = found.get("model name", platform.machine())
-    return f"{name} (family {found.get('cpu family', '?')}, model {found.get('model', '?')})"
+# --- Memory ----------------------------------------------------------------------------------------------------------
 
 
 def resident_bytes() -> int:
@@ -406,68 +355,7 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write results, each row with the `environment` unless it has one; floats with six significant digits."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    meta = environment()
-    columns = dict.fromkeys([*(key for row in rows for key in row if key not in meta), *meta])
-    written = [{**meta, **{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}} for row in rows]
-    pd.DataFrame(written, columns=list(columns), dtype=object).to_csv(path, index=False)
-    print(f"wrote {path}")
-
-
-def show(title: str, rows: Sequence[Mapping[str, Any]] | pd.DataFrame, columns: Sequence[str] | None = None) -> None:
-    """Print rows as a table of these columns (all by default); floats get four significant digits."""
-    table = pd.DataFrame(rows, columns=columns, dtype=object)
-    table = table.where(table.notna(), "").to_string(index=False, float_format="{:.4g}".format)
-    print(f"\n{title}\n{table}")
-
-
 # --- Runs that go on -------------------------------------------------------------------------------------------------
-
-
-class Records:
-    """What a long run has found, in a JSONL file: a stopped run goes on from it.
-
-    Each line is one write and has the settings, too, so that processes may share the file. `keys` are the fields that
-    name a record; a run with other settings does not go on from the records.
-    """
-
-    def __init__(self, file: Path, keys: Sequence[str], settings: dict[str, Any]) -> None:
-        self.file, self.keys, self.settings = file, keys, settings
-        self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.read()
-
-    def key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Which one a record is."""
-        return tuple(record[name] for name in self.keys)
-
-    def read(self) -> None:
-        """Take in what all processes have found."""
-        for line in self.file.read_text(encoding="utf-8").split("\n") if self.file.exists() else ():
-            try:
-                settings, record = json.loads(line)
-            except json.JSONDecodeError:  # a stopped run has left it half written: that record is made again
-                continue
-            except ValueError:
-                raise typer.BadParameter(
-                    f"{self.file} is of an older version: remove it, or give another --out"
-                ) from None
-            if settings != self.settings:
-                told = f"{self.file} holds results of other settings, {json.dumps(settings)}"
-                raise typer.BadParameter(f"{told}: remove it, or give another --out")
-            self.found[self.key(record)] = record
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Keep a record; it is on the disk when this returns."""
-        self.found[self.key(record)] = record
-        with self.file.open("ab", buffering=0) as file:
-            file.write(("\n" + json.dumps([self.settings, record], ensure_ascii=False)).encode())
-
-    def remove(self) -> None:
-        """Forget everything: the run has ended, and its results are elsewhere."""
-        self.file.unlink(missing_ok=True)
 
 
 @torch.inference_mode()

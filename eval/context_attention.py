@@ -50,6 +50,7 @@ import common
 import hf_offload
 from hf_offload.tools.measuring import divergence
 from inside import WATCHES, digest_bytes, stored_tokens, token_bytes, watching
+from records import show
 
 WARM_UP = 2
 BLOCK_SIZE = 32
@@ -214,7 +215,7 @@ def main(
             records += [line | size for line in measure(Context(model, ids, lengths, most), chosen, rounds, steps)]
             setting.write(records)
             gc.collect()
-    common.show("ms a token, MiB that a step reads, and both against full attention", records)
+    show("ms a token, MiB that a step reads, and both against full attention", records)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import common
 from hf_offload.cache.stats import KEEP_STEPS
+from records import show
 
 START = 5_000  # token of the text where the window begins
 KNOBS = {"tier": "split", "lookahead": "attend", "attend_resident": "selected"}
@@ -63,7 +64,7 @@ def main(
         setting.write(by_step)
         setting.write(by_layer, "_layers")
     means = pd.DataFrame(by_layer).groupby("row", sort=False)[list(columns[1:])].mean()
-    common.show("mean over layers and steps", means.reset_index().to_dict("records"))
+    show("mean over layers and steps", means.reset_index().to_dict("records"))
 
 
 if __name__ == "__main__":

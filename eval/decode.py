@@ -23,6 +23,7 @@ from transformers import Cache, PreTrainedModel
 
 import common
 import hf_offload
+from records import show
 
 WARM_UP = 2
 ROW_OFFSET = 997  # tokens from where one row of a batch begins in the text to where the next does
@@ -88,7 +89,7 @@ def main(
             gc.collect()
             setting.write(records)
     title = "ms per token; speedup against DynamicCache; ms beyond DynamicCache at the shortest context"
-    common.show(title, records, ("context", "row", "p20", "p50", "p80", "p99", "p99_p50", "speedup", "beyond_bare"))
+    show(title, records, ("context", "row", "p20", "p50", "p80", "p99", "p99_p50", "speedup", "beyond_bare"))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import figures
 import hf_offload
 from hf_offload.blocks import digests
 from hf_offload.cache.layer import HybridLayer
+from records import environment, write_csv
 from tiny_configs import causal_types, multimodal_types, tiny_config
 
 # Makes a process for each type, forked from one that has imported this script.
@@ -209,7 +210,7 @@ def main(
         raise typer.BadParameter("--markdown reads families.csv: give an --out of that name")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # or the process that is forked would not find this script
     known = [*causal_types(), *multimodal_types()]
-    here, rows = common.environment(), {}
+    here, rows = environment(), {}
     if out.exists():  # of an earlier walk
         earlier = pd.read_csv(out, dtype=str, keep_default_na=False).to_dict("records")
         rows = {row["model_type"]: row for row in earlier if row["transformers"] == here["transformers"]}
@@ -219,7 +220,7 @@ def main(
         for asked in tqdm(as_completed([threads.submit(ask, name) for name in todo]), total=len(todo)):
             row = asked.result()
             rows[row["model_type"]] = {**row, **here}
-            common.write_csv(out, [rows[key] for key in sorted(rows)])
+            write_csv(out, [rows[key] for key in sorted(rows)])
     frame = pd.DataFrame(rows.values())
     bad = frame[frame.status.isin(["wrong", "error"])]
     print(frame.status.value_counts().to_string())

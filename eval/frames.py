@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 import common
 import hf_offload
+from records import RESULTS, show, write_csv
 
 PACKAGE = str(Path(hf_offload.__file__).parent)
 BLOCK_SIZE, BLOCKS = 32, 2
@@ -88,7 +89,7 @@ def main(
     rows: common.RowsOption = [f"scout:{kind}{mode}" for mode in ("", ",lookahead=attend") for kind in KEYS],  # noqa: B006
     tiers: Annotated[str, typer.Option(help='"one", "split" or both, comma-separated.')] = "one,split",
     context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "2k",
-    out: common.OutOption = common.RESULTS / "frames.csv",
+    out: common.OutOption = RESULTS / "frames.csv",
 ) -> None:
     """Count the Python frames of a decode step."""
     (length,) = common.numbers(context)
@@ -102,8 +103,8 @@ def main(
         with torch.inference_mode():
             found = list(measure(model, set_up, ids, length))
         records += [{"row": row.name, "tier": tier, "context": length, **record} for record in found]
-    common.write_csv(out, records)
-    common.show("Python frames of the package in one layer of a decode step", records)
+    write_csv(out, records)
+    show("Python frames of the package in one layer of a decode step", records)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import common
 import hf_offload
 from hf_offload.tools.assets import source_of
+from records import RESULTS, show, write_csv
 
 WARM_UP = 2
 
@@ -43,7 +44,7 @@ def main(
     steps: common.StepsOption = 16,
     rounds: common.RoundsOption = 6,
     threads: common.ThreadsOption = 0,
-    out: common.OutOption = common.RESULTS / "gguf_dtypes.csv",
+    out: common.OutOption = RESULTS / "gguf_dtypes.csv",
 ) -> None:
     """Measure the ways to load a GGUF file for a CPU."""
     if threads:
@@ -73,10 +74,8 @@ def main(
         | common.percentiles(tokens[way, fast])
         for way, made, fast in rows
     ]
-    common.write_csv(out, records)
-    common.show(
-        f"{prompt} tokens: seconds; ms a token", records, ("way", "layers", "dtype", "prompt_s", "p20", "p50", "p80")
-    )
+    write_csv(out, records)
+    show(f"{prompt} tokens: seconds; ms a token", records, ("way", "layers", "dtype", "prompt_s", "p20", "p50", "p80"))
 
 
 if __name__ == "__main__":

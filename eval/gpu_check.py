@@ -45,10 +45,11 @@ from typing import Annotated
 import torch
 import typer
 
-from common import RESULTS, command, environment, listed, show
+from common import command, listed
 from gpu import correctness, decoding, handoff, model, operations
 from gpu.models import Options
 from gpu.supervise import Results, here, supervise
+from records import RESULTS, environment, show
 
 PARTS = {  # its cases, and seconds of each, if there are nine minutes
     "correctness": (correctness.cases, 230),

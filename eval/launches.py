@@ -40,6 +40,7 @@ import hf_offload.gpu
 from hf_offload.cpu.launch import Launch, LaunchSequence
 from hf_offload.cpu.thread_pool import Worker
 from hf_offload.policies.hgca.kernels import resident_weights
+from records import RESULTS, show, write_csv
 
 BLOCK_SIZE, STEPS = 16, 40
 LAYERS = {0: "first", 2: "middle", 3: "last", None: "between"}
@@ -162,7 +163,7 @@ def measure(row: common.Row, model: PreTrainedModel, ids: torch.Tensor, context:
 def main(
     rows: common.RowsOption = ["all"],  # noqa: B006
     context: Annotated[str, typer.Option(help="Tokens of the prompt; k is 1,024.")] = "2k",
-    out: common.OutOption = common.RESULTS / "launches.csv",
+    out: common.OutOption = RESULTS / "launches.csv",
 ) -> None:
     """List the kernels that a decode step with two memories launches."""
     (length,) = common.numbers(context)
@@ -172,8 +173,8 @@ def main(
     common.check_rows(chosen, model)
     ids = torch.randint(3, 150, (1, length + STEPS), generator=torch.Generator().manual_seed(0))
     records = [record for row in chosen for record in measure(row, model, ids, length)]
-    common.write_csv(out, records)
-    common.show("launches of a layer in the middle in most steps", [summary(row.name, records) for row in chosen])
+    write_csv(out, records)
+    show("launches of a layer in the middle in most steps", [summary(row.name, records) for row in chosen])
 
 
 def summary(row: str, records: list[dict[str, Any]]) -> dict[str, Any]:

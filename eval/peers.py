@@ -41,6 +41,7 @@ from hf_offload.tools.assets import find_smollm2, source_of
 from hf_offload.tools.measuring import divergence
 from hf_offload.tools.plan import parse_setting
 from plotting import plot
+from records import show
 
 OURS, STOCK, DYNAMIC, STATIC = "hf_offload", "hf_offload with stock layers", "DynamicCache", "StaticCache"
 LLAMA = "llama.cpp"
@@ -235,7 +236,7 @@ def main(
     if picture is not None:
         draw(records, picture)
     columns = ("way", "context", "prefill_s", "p20", "p50", "p80", "peak_mib", "kl")
-    common.show("prefill in seconds, decoding in ms a token, KL to DynamicCache", records, columns)
+    show("prefill in seconds, decoding in ms a token, KL to DynamicCache", records, columns)
 
 
 def tokenizer_of(model: str | None) -> Any:

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import common
+from records import show
 
 BLOCK_SIZE, CHUNK = 32, 128
 GRID = [f"hgca-{ratio}-{beta}" for ratio in (0.1, 0.25, 0.5, 0.75) for beta in (0.25, 0.5, 0.75, 1)]
@@ -107,7 +108,7 @@ def main(
 
     about = {"texts": kinds, "tokens": tokens, "batch": batch, "tier": tier, "prose": setting.source}
     records = common.over_texts(setting, [common.FULL, *chosen], [{}], read, measure, **about)
-    common.show("nats a token more than full attention", records)
+    show("nats a token more than full attention", records)
 
 
 if __name__ == "__main__":

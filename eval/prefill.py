@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 import common
 from hf_offload.blocks.memory import trim_heap
 from hf_offload.cpu.kernels.prefill import pieces_of, prefill_attention
+from records import show, write_csv
 
 POLICIES = {"hf_offload": "full", "DynamicCache": "dynamic"}
 
@@ -87,8 +88,8 @@ def main(
     kinds = common.listed(dtypes, common.DTYPES, "dtypes")
     for shape, dtype, length in product(shapes.split(","), kinds, common.numbers(lengths)):
         records += time_attention(*map(int, shape.split("x")), length, dtype, rounds)
-    common.write_csv(setting.out, records)
-    common.show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
+    write_csv(setting.out, records)
+    show("attention", records, ("way", "heads", "dim", "length", "dtype", "gflops", "of_torch", "of_matmul"))
     prompts: list[dict[str, Any]] = []
     for context in common.numbers(contexts):
         ids = setting.window(tokenizer, "code", 0, context)
@@ -104,7 +105,7 @@ def main(
             told = {"way": way, "context": context, "chunk": chunk, **common.percentiles(seconds[chunk, way])}
             prompts.append(told | {"peak_mib": float(np.median(peaks[chunk, way]))})
     setting.write(prompts, "_prompts")
-    common.show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
+    show("prompts", prompts, ("way", "context", "chunk", "p50", "peak_mib"))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ import hf_offload
 from context_attention import read_bytes
 from hf_offload.tools import assets, measuring
 from plotting import plot
+from records import RESULTS, show
 from tasks.answers import Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.run import Asking, run
@@ -137,7 +138,7 @@ class Ask:
     CONTEXTS, STEPS, LIMIT = "6k", 192, 8
 
     def __init__(self, options: Options) -> None:
-        self.options = replace(options, out=common.RESULTS / self.FILE) if options.out == common.OUT else options
+        self.options = replace(options, out=RESULTS / self.FILE) if options.out == common.OUT else options
         self.kinds, self.contexts = common.kinds_of(options.kinds), common.numbers(options.contexts or self.CONTEXTS)
         self.steps, self.limit = options.steps or self.STEPS, options.limit or self.LIMIT
         self.rows = common.rows_of(options.rows or [self.ROWS], options.tier, known=KNOWN)
@@ -155,7 +156,7 @@ class Ask:
         """Tell what has been found."""
         frame = pd.DataFrame(lines).drop(columns=["start", "seed", "list", "steps", "number"], errors="ignore")
         by = ["context", "row"] if "context" in frame else ["row"]
-        common.show("means over the texts", frame.groupby(by, sort=False).mean(numeric_only=True).reset_index())
+        show("means over the texts", frame.groupby(by, sort=False).mean(numeric_only=True).reset_index())
 
     def decode(
         self, row: common.Row, reading: measuring.Reading, **knobs: Any
@@ -406,7 +407,7 @@ class Error(Text):
         contexts = (self.options.contexts or self.CONTEXTS).replace(",", " ")
         found = found.reset_index().assign(contexts=contexts, kinds=" ".join(self.kinds), steps=self.steps)
         self.options.write(found.to_dict("records"))
-        common.show("errors of the softmax's sum", found[found.layer == "all"])
+        show("errors of the softmax's sum", found[found.layer == "all"])
 
 
 ASKS = {"text": Text, "needle": Needle, "extraction": Extraction, "second-turn": SecondTurn, "error": Error}

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import common
 import hf_offload
 from hf_offload.model.hooks import cache_argument
+from records import show
 
 QUESTIONS = (
     "\n\nQuestion: What is this text about?\nAnswer:",
@@ -147,7 +148,7 @@ def main(
             records += [measure(model, tokenizer, row, ids, steps, repeats) for row in tqdm(chosen, disable=None)]
     setting.write([record | {"kind": text, "tier": tier, "steps": steps} for record in records])
     columns = ("row", "tokens", "prefill_s", "save_s", "load_s", "speedup", "identical", "fork_bytes", *TURNS)
-    common.show("seconds; bytes held by a cache and three forks, against those of the cache", records, columns)
+    show("seconds; bytes held by a cache and three forks, against those of the cache", records, columns)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import common
 import hf_offload
 from hf_offload.tools.assets import find_smollm2
 from peers import LLAMA, OURS, tokenizer_of, write_bfloat16
+from records import show
 from save_load import QUESTIONS, turns
 
 ROOM = 2048
@@ -236,7 +237,7 @@ def main(
             found = of_llama(llama_server, gguf, threads, texts, counts, answers, repeats, Path(scratch))
             records.append({"way": LLAMA, **about, **found})
     setting.write(records)
-    common.show("first token of a second turn after a kill, in seconds; tokens a second of chats at once", records)
+    show("first token of a second turn after a kill, in seconds; tokens a second of chats at once", records)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 import common
 from inside import slab_bytes
+from records import RESULTS, show, write_csv
 
 TURN_EVERY, TURN_TOKENS = 97, 29
 SCOUT = {"budget": 256, "recent": 64}
@@ -67,7 +68,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Decode steps a row.", min=8)] = 10_000,
     context: Annotated[int, typer.Option(help="Tokens at which the context is cropped to a quarter.", min=512)] = 2048,
     every: Annotated[int, typer.Option(help="Steps between two samples.", min=1)] = 50,
-    out: common.OutOption = common.RESULTS / "soak.csv",
+    out: common.OutOption = RESULTS / "soak.csv",
 ) -> None:
     """Measure what stays in memory over thousands of decode steps."""
     samples, table = [], []
@@ -79,8 +80,8 @@ def main(
             half = pd.DataFrame(mine[len(mine) // 2 :])
             for what in ("rss_bytes", "objects"):
                 table[-1][f"{what} a step"] = float(np.polyfit(half.step, half[what], 1)[0])
-    common.write_csv(out, samples)
-    common.show(f"Growth in the second half of {steps:,} steps, context up to {context:,} tokens", table)
+    write_csv(out, samples)
+    show(f"Growth in the second half of {steps:,} steps, context up to {context:,} tokens", table)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 import common
 import hf_offload
+from records import RESULTS, environment, show, write_csv
 from turns import SOCKET
 
 EVAL = Path(__file__).parent
@@ -106,7 +107,7 @@ def compare(base: Sequence[pd.DataFrame], here: Sequence[pd.DataFrame]) -> list[
     runs = [*base, *here]
     if len({len(run) for run in runs}) > 1:
         raise ValueError(f"the other commit has {len(base[0])} rows and this one {len(here[0])}")
-    about = set(common.environment()) - {"threads"}  # those of the scripts, not of this one, which computes nothing
+    about = set(environment()) - {"threads"}  # those of the scripts, not of this one, which computes nothing
     columns = [column for column in base[0] if column in here[0] and column not in about]
     equal = [column for column in columns if all(run[column].equals(here[0][column]) for run in runs)]
     compared = [c for c in FIGURES if c in columns] or [c for c in columns if c not in equal]
@@ -126,7 +127,7 @@ def main(
     arguments: Annotated[list[str] | None, typer.Argument(help="After `--`: the script's.")] = None,
     script: Annotated[str, typer.Option(help="The script's name, in eval/.")] = "decode",
     runs: Annotated[int, typer.Option(min=1, help="Times that both are started; the numbers are medians.")] = 1,
-    out: common.OutOption = common.RESULTS / "versus.csv",
+    out: common.OutOption = RESULTS / "versus.csv",
 ) -> None:
     """Run a script on two commits in turns."""
     base = git("rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}").decode().strip()
@@ -136,8 +137,8 @@ def main(
         packages = {base: Path(folder), "this checkout": ROOT}
         found = [run(packages, [EVAL / f"{script}.py", *(arguments or [])], bar) for _ in range(runs)]
     records = compare(*zip(*found, strict=True))
-    common.write_csv(out, [{"base": base, "script": script, "runs": runs, **record} for record in records])
-    common.show(f"{base} (base) and this checkout", records)
+    write_csv(out, [{"base": base, "script": script, "runs": runs, **record} for record in records])
+    show(f"{base} (base) and this checkout", records)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ if pretended.VARIABLE in os.environ:  # a CUDA device that is not there
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
+import numpy as np
 import pytest
 from defaults import default
 from filelock import FileLock
@@ -114,6 +115,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
         with pytest.MonkeyPatch.context() as patch:
             for name in ("GGUFReader", "get_tensor_name_map"):
                 patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+            patch.setattr(np, "memmap", lambda path, **_: np.fromfile(path, np.uint8))  # whose slices take less long
             model, tokenizer = assets.load_demo_model(**options)
         if shared:
             model.save_pretrained(folder)

@@ -89,9 +89,10 @@ LOUD = ("host_memory", "memory_of_lists", "torch_operations")
 
 
 def combinations() -> list[Any]:
-    """Every fault in every memory, of its calls a hundred or, in the quick set of some, one."""
+    """Every fault in every memory, of its calls a hundred (of interruptions 400) or, in the quick set of some, one."""
     rows = [(fault, memory) for fault in FAULTS for memory in SETTINGS]
-    return [*((1, *row) for row in rows[::5]), *(pytest.param(100, *row, marks=pytest.mark.slow) for row in rows)]
+    many = [(400 if fault == "interruptions" else 100, fault, memory) for fault, memory in rows]
+    return [*((1, *row) for row in rows[::5]), *(pytest.param(*row, marks=pytest.mark.slow) for row in many)]
 
 
 @pytest.mark.parametrize(("most", "fault", "memory"), combinations())
@@ -123,7 +124,6 @@ def test_the_nth_fault(monkeypatch: pytest.MonkeyPatch, fault: str, memory: str,
 
     total = once(10**9)
     assert total or memory == "one" or fault in ("divided_launches", "threads_before_a_job", "threads_at_a_job")
-    most *= 4 if interrupted else 1
     stride = max(total // most, 1)
     for n in range(1 + stride // 2, total + 1, stride):
         once(n)

@@ -21,11 +21,12 @@ import numpy as np
 import pandas as pd
 import typer
 
-from common import RESULTS, command, show, write_csv
+from common import command
 from gpu.decoding import FEW, MANY, Case, K
 from gpu.replay import parse
 from hf_offload.cache.residence import blocks_soon, fitting_slots
 from hf_offload.policies.base import DENSE_BYTES
+from records import RESULTS, show, write_csv
 
 LAYERS, AHEAD = 36, 33  # of which so many have their queries predicted
 KV_HEADS, BLOCK, CHOSEN = 8, 32, 64  # blocks of 16 KiB a KV head

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common import Records, write_csv
+from records import Records, write_csv
 
 Cases = dict[str, tuple[float, Callable[[], Iterable[dict[str, Any]]]]]
 """By name, the seconds that a case may take, and what yields its rows; it can be pickled."""
@@ -37,7 +37,7 @@ class Results(Records):
     """Cases in `cases.jsonl` in a folder, to which several processes add, one after the other.
 
     A case has a part, a name, a status, seconds, a note of a line, rows, `meta` of machine and code
-    (`common.environment`), and what there is to say of why it failed.
+    (`records.environment`), and what there is to say of why it failed.
     """
 
     def __init__(self, folder: Path, meta: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 import common
+from records import Records
 from tasks.answers import CONTROL, SETUPS, Reading, answer
 from tasks.prompts import Prompt, Prompter
 from tasks.samples import Sample
@@ -63,7 +64,7 @@ def run(title: str, tasks: Sequence[str], read: Reader, asking: Asking, setting:
     state = PartialState(cpu=not torch.cuda.is_available())  # left to itself it would not see the others on a CPU
     about |= {"benchmark": title, "model": setting.model, "dtype": setting.dtype, "most": asking.max_tokens}
     about |= {"new_tokens": asking.new_tokens, "chat": asking.chat}
-    records = common.Records(setting.beside(".jsonl"), KEYS, about)
+    records = Records(setting.beside(".jsonl"), KEYS, about)
     model, tokenizer = setting.load(state.device)
     common.check_rows(rows, model)
     prompter = Prompter(model, tokenizer, asking.max_tokens, asking.chat)

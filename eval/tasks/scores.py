@@ -13,6 +13,7 @@ from scipy.stats import bootstrap
 
 import common
 import figures
+from records import environment
 from tasks.answers import SETUPS
 
 REFERENCE = "full"
@@ -94,7 +95,7 @@ def summarize(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def report(title: str, setting: common.Setting, records: Sequence[dict[str, Any]], missing: Sequence[str]) -> None:
     """Write the CSV of all answers, and beside it and on the screen tables (`.md`) that tell of missing tasks, too."""
-    lines, meta = summarize(records), common.environment()
+    lines, meta = summarize(records), environment()
     parts = [
         f"# {title}",
         f"`{meta['command']}`, commit {meta['commit']}, {meta['cpu']}, GPU {meta['gpu']}, torch {meta['torch']}, "

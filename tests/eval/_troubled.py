@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpu.models import Options
 from gpu.supervise import Cases, Stopped
+
+if TYPE_CHECKING:
+    from gpu.models import Options
 
 NAMES = ("first", "cannot", "dies", "next", "hangs")
 

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 import common
-from common import Records
+from records import Records, write_csv
 
 
 def test_a_row_has_a_policy_and_options(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_csv_carries_what_the_result_depends_on(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("sys.argv", ["eval/quality.py", *given])
     monkeypatch.setattr("__main__.__spec__", None)  # as of a script, and not of a module such as pytest
     path = tmp_path / "new" / "results.csv"
-    common.write_csv(path, [{"row": "a", "ms": 1.23456789}, {"row": "b", "ms": 2, "note": "late"}])
+    write_csv(path, [{"row": "a", "ms": 1.23456789}, {"row": "b", "ms": 2, "note": "late"}])
     with path.open(newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["ms"], first["note"], second["note"]) == ("1.23457", "", "late")

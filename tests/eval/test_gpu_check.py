@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import common
 import gpu_check
+import records
 from gpu import correctness, decoding, supervise
 from gpu import model as predicted
 from gpu.models import Options
@@ -146,7 +147,7 @@ ERROR test_y.py - ImportError while importing
 
 def test_the_predicted_steps_are_near_those_that_were_measured(tmp_path: Path) -> None:
     """Of an H200, by an H100's speeds."""
-    arguments = ["--out", str(tmp_path / "model.csv"), "--measured", str(common.RESULTS / "h200")]
+    arguments = ["--out", str(tmp_path / "model.csv"), "--measured", str(records.RESULTS / "h200")]
     done = CliRunner().invoke(common.command(predicted.main), arguments)
     assert done.exit_code == 0, done.output
     ratios = [float(row["ratio"]) for row in table(tmp_path / "model.csv") if row["measured"]]

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
     import pretended
 
     pretended.install()
-    from common import write_csv
+    from records import write_csv
 
     kept = arguments[:1] == ["--out"]
     rows: list[dict[str, Any]] = []
