@@ -15,9 +15,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    "test_faults.py", "test_prefix_store.py", "test_samples.py", "test_scripts.py", "test_exactness.py",
-    "test_replays.py", "test_drafts.py", "test_fork.py", "test_extending.py", "test_gpu_check.py", "test_families.py",
-    "test_cli.py", "test_reasons.py", "test_enable.py", "test_released.py", "test_properties.py", "test_docs.py",
+    "test_faults.py", "test_operations.py", "test_prefix_store.py", "test_samples.py", "test_scripts.py",
+    "test_exactness.py", "test_replays.py", "test_drafts.py", "test_fork.py", "test_failed_steps.py",
+    "test_extending.py", "test_gpu_check.py", "test_families.py", "test_cli.py", "test_reasons.py", "test_enable.py",
+    "test_released.py", "test_properties.py", "test_docs.py",
     "test_interruptions.py", "test_forged.py", "test_limits.py", "test_pairs.py", "test_processes.py", "test_names.py",
 )  # fmt: skip
 """Files that take longest, or few of whose tests take long, begin, in an order in which workers do not compile the same

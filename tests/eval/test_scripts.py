@@ -22,6 +22,7 @@ from hf_offload.tools import assets
 
 Rows = list[dict[str, str]]
 SAMPLES = "scout:samples=24,recent=16,block_size=16"
+HGCA = "hgca:window=64,block_size=16"
 WINDOW = "window:budget=64,sinks=8,block_size=8"
 
 
@@ -92,8 +93,8 @@ RUNS = {
     "extraction": Run("quality", f"--ask extraction --records 10 --limit 1 --row full --row {SAMPLES}",
         lambda rows: rows[0]["kept"] == "1" and float(rows[1]["attended"]) > 0),
     "second turn": Run(
-        "quality", "--ask second-turn --contexts 400 --steps 4 --limit 1 --kinds code --row full --row hgca:window=64",
-        lambda rows: [row["row"] for row in rows] == ["dynamic", "full", "hgca:window=64"]
+        "quality", "--ask second-turn --contexts 400 --steps 4 --limit 1 --kinds code --row full --row " + HGCA,
+        lambda rows: [row["row"] for row in rows] == ["dynamic", "full", HGCA]
         and rows[0]["answer"] == rows[1]["answer"] and rows[2]["kept_share"] != ""),
     "error": Run("quality", "--ask error --contexts 1000 --steps 8 --kinds code --row scout:samples=64,block_size=16",
         lambda rows: [row["layer"] for row in rows] == ["all", *"0123"] and float(rows[0]["within"]) > 0.8),
