@@ -591,7 +591,7 @@ def test_processes_that_evict_each_others_entries(make: Make, model: PreTrainedM
 
     def work(process: int) -> None:
         store, hits = make(max_bytes=400_000, max_ram=300_000), 0
-        for each in torch.randperm(12, generator=torch.Generator().manual_seed(process)).tolist():
+        for each in torch.randperm(24, generator=torch.Generator().manual_seed(process)).tolist():
             tokens, _, out = ask(store, ids(200, each % 6))
             hits += tokens > 0
             store.flush()
