@@ -110,7 +110,7 @@ def on_streams(patch: pytest.MonkeyPatch, model: float, side: float, packs: bool
     return store, device
 
 
-SPEEDS = [(0.01, 0.0), (0.0, 0.01), (0.004, 0.004)]
+SPEEDS = [(0.005, 0.0), (0.0, 0.005), (0.002, 0.002)]
 
 
 @pytest.mark.parametrize("packs", [False, True])

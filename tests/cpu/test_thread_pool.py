@@ -80,8 +80,8 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
     """A machine may sleep, a debugger or a scheduler may stop all of the process."""
 
     def wait() -> None:
-        job = Worker(timeout=2.5).submit(functools.partial(time.sleep, 0.4))
-        stop = f"sleep 0.1; kill -STOP {os.getpid()}; sleep 2.7; kill -CONT {os.getpid()}"
+        job = Worker(timeout=1.5).submit(functools.partial(time.sleep, 0.4))
+        stop = f"sleep 0.1; kill -STOP {os.getpid()}; sleep 1.7; kill -CONT {os.getpid()}"
         with subprocess.Popen(["sh", "-c", stop]):
             job.result()
         assert job.done()

@@ -84,14 +84,14 @@ def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.Monkey
 def test_a_part_that_is_late_in_the_last_step_is_told_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     cache = graph_cache(model, "scout", **AHEAD, recall=0)
-    monkeypatch.setattr(graph_capture, "LOOKS", 10_000)  # a second in all
+    monkeypatch.setattr(graph_capture, "LOOKS", 4_000)  # .4 seconds in all
 
     class Slow(StoppingCriteria):
         """Have the CPU be late in the last step alone."""
 
         def __call__(self, tokens: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if tokens.shape[1] == 158:
-                cache.graph._doorbell.delay = 2.0
+                cache.graph._doorbell.delay = 1.0
             return torch.zeros(1, dtype=torch.bool)
 
     knobs = {"past_key_values": cache, "do_sample": False, "stopping_criteria": StoppingCriteriaList([Slow()])}
