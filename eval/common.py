@@ -1,4 +1,4 @@
-"""What the evaluation scripts share: options, rows, models and texts, turns and runs that go on."""
+"""What the evaluation scripts share: options, rows, models and texts, turns, memory, and runs that go on."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ LOUD = ("host_memory", "memory_of_lists", "torch_operations")
 
 
 def combinations() -> list[Any]:
-    """Every fault in every memory, of its calls a hundred (of interruptions 400) or, in the quick set of some, one."""
+    """Every fault in every memory: about a hundred of its calls (400 of interruptions); the quick ones: one call."""
     rows = [(fault, memory) for fault in FAULTS for memory in SETTINGS]
     many = [(400 if fault == "interruptions" else 100, fault, memory) for fault, memory in rows]
     return [*((1, *row) for row in rows[::5]), *(pytest.param(*row, marks=pytest.mark.slow) for row in many)]

@@ -11,17 +11,18 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import breaking
 import pytest
 import torch
 from breaking import PACKAGE, Nth, forward, interrupted_at, tokens
+from breaking import SETTINGS as ALL_SETTINGS
 from forks import in_fork
 from histories import History, Setting, check_books, empty
 from llvmlite.binding import ffi
 
-SHARED = breaking.SETTINGS["fluxion, shared"]
-SETTINGS = breaking.SETTINGS | {"fluxion, shared": replace(SHARED, knobs=SHARED.knobs | {"schedule": "uniform"})}
-"""What a device has does not depend on how fast it was: later forwards call no kernel that earlier ones have not."""
+SHARED = ALL_SETTINGS["fluxion, shared"]
+SETTINGS = ALL_SETTINGS | {"fluxion, shared": replace(SHARED, knobs=SHARED.knobs | {"schedule": "uniform"})}
+"""With a static schedule: by "priority" a device's tasks depend on how fast it was, and a later forward may be the
+first that calls a kernel. (Of "priority", see test_faults.py.)"""
 ONE = SETTINGS["one"]
 
 

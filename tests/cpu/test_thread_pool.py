@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import functools
 import gc
 import os
 import subprocess
@@ -79,8 +78,12 @@ def test_an_error_surfaces_with_its_label_and_cause_and_the_thread_goes_on(error
 def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
     """A machine may sleep, a debugger or a scheduler may stop all of the process."""
 
+    def work() -> None:
+        for _ in range(5):  # of which all but one are left when the process goes on
+            time.sleep(0.1)
+
     def wait() -> None:
-        job = Worker(timeout=1.5).submit(functools.partial(time.sleep, 0.4))
+        job = Worker(timeout=1.5).submit(work)
         stop = f"sleep 0.1; kill -STOP {os.getpid()}; sleep 1.7; kill -CONT {os.getpid()}"
         with subprocess.Popen(["sh", "-c", stop]):
             job.result()

@@ -84,7 +84,7 @@ def test_a_part_that_is_late_is_told_at_the_next_step(monkeypatch: pytest.Monkey
 def test_a_part_that_is_late_in_the_last_step_is_told_by_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     cache = graph_cache(model, "scout", **AHEAD, recall=0)
-    monkeypatch.setattr(graph_capture, "LOOKS", 4_000)  # .4 seconds in all
+    monkeypatch.setattr(graph_capture, "LOOKS", 4_000)  # half a second in all
 
     class Slow(StoppingCriteria):
         """Have the CPU be late in the last step alone."""

@@ -88,7 +88,7 @@ def test_what_a_replay_would_not_do_is_done_and_told_once(
     [({"output_hidden_states": True}, "a step returns hidden states"), ({}, "under autocast a replay")],
 )
 def test_single_steps_run_eagerly(given: dict[str, Any], reason: str) -> None:
-    model = model_of("llama", num_attention_heads=6, hidden_size=96).bfloat16()
+    model = model_of("llama", num_attention_heads=6, hidden_size=96).bfloat16()  # whose kernels others use
     cache = graph_cache(model, "scout", auto=True, **SCOUT)
     with told_of() as told, counted() as count:
         run(model, cache, (150, 1))
