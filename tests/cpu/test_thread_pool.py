@@ -79,7 +79,7 @@ def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
     """A machine may sleep, a debugger or a scheduler may stop all of the process."""
 
     def work() -> None:
-        for _ in range(5):  # of which all but one are left when the process goes on
+        for _ in range(5):  # the stop takes the rest of one; some are left when the process goes on
             time.sleep(0.1)
 
     def wait() -> None:
