@@ -38,6 +38,21 @@ def test_beams_crop_and_less_memory(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("tier", ["one", "split"])
+@pytest.mark.parametrize("left", [20, 130])
+def test_a_turn_behind_a_crop_of_most_of_a_prompt(
+    llama: PreTrainedModel, stock: PreTrainedModel, left: int, tier: str
+) -> None:
+    """What is left was packed with the prompt; at that length nothing would be."""
+    ids, mask = prompt(1, 300)
+    cache = HybridCache(llama, "full", host_dtype="int8", tier=tier, **KNOBS)
+    feed(llama, cache, ids, mask, (0, 300))
+    cache.crop(left - 300)
+    plain, turn = cache.to_dynamic(), (left, left + 40)
+    got, want = (feed(model, held, ids, mask, turn)[0] for model, held in ((llama, cache), (stock, plain)))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tier", ["one", "split"])
 def test_a_forward_that_fails_packs_nothing_that_was_young(llama: PreTrainedModel, tier: str) -> None:
     ids, _ = prompt(1, 600)
     cache = HybridCache(llama, "full", host_dtype="int8", tier=tier, block_size=16)

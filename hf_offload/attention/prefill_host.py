@@ -88,7 +88,7 @@ def attend_append(
         return out, lse
 
     store.wait()
-    if not (past and store.packed_blocks):
+    if not store.any_packed(past):
         return attend(key, value, past, past, logits, query.dtype)[0]
     total: tuple[torch.Tensor, torch.Tensor] | None = None
     # One by one: a tile is valid until the next one is taken.

@@ -89,7 +89,7 @@ class BlockStore:
         self.reserved = 0
         """Number of logical blocks that have a physical one; those after the last token are empty."""
         self.packed_blocks = 0
-        """All logical blocks before this one are packed."""
+        """All logical blocks before this one are packed; later ones may be, too, if they were old when they arrived."""
         self.sealed = 0
         """Number of full blocks, after `sealing.seal`. They have digests unless the store awaits them."""
         self.event: torch.cuda.Event | None = None
@@ -250,6 +250,11 @@ class BlockStore:
                 )
         if old:
             pack_tokens(self, k, v, old)
+
+    def any_packed(self, length: int) -> bool:
+        """Whether any block of the first `length` tokens is packed."""
+        blocks = self.table[:, : -(-length // self.block_size)]
+        return self.format.packs and bool((self.pool.block_ptr[blocks] & 1).any())
 
     def has_old(self, length: int) -> bool:
         """Whether `pack_old` would have blocks to pack."""
