@@ -130,7 +130,7 @@ def test_covering_budget_is_full_attention(
     ("family", "batch"),
     [
         pytest.param(family, batch, marks=() if batch == 3 else pytest.mark.slow)
-        for family in FAMILIES
+        for family in ("gpt_neox", "llama", "opt", "qwen3", "gemma3")  # quick: groups of heads draw pairs
         for batch in (1, 3)
     ],
 )

@@ -42,7 +42,7 @@ CASES = {
     "hgca-int8": ("hgca", {**HGCA, "host_dtype": "int8"}),
     "fixed_hybrid": ("fixed_hybrid", {"budget": 0.3, "sinks": 16, "local": 32, "resident": None}),
     "fluxion": ("fluxion", {"predictor": PREDICTOR, "resident": None}),
-    "full-fetch-int8": ("full", {"host": "fetch", "host_dtype": "int8"}),
+    "full-fetch-int8": ("full", {"host": "fetch", "host_dtype": "int8", "prefill_tile": 256}),
     "h2o": ("h2o", {"heavy": 0.2, "recent": 0.2, "resident": None}),
     "infinigen-int8": ("infinigen", {"alpha": 1.0, "host_dtype": "int8", "resident": None}),
     "infinigen": ("infinigen", {"alpha": 1.0, "resident": None}),
@@ -53,7 +53,7 @@ CASES = {
 def make(model: PreTrainedModel, case: str, tier: str) -> HybridCache:
     policy, knobs = CASES[case]
     resident = {"resident": 128} if tier == "split" else {}
-    return HybridCache(model, policy, block_size=BLOCK, prefill_tile=64, **{**TIERS[tier], **resident, **knobs})
+    return HybridCache(model, policy, block_size=BLOCK, **{"prefill_tile": 64, **TIERS[tier], **resident, **knobs})
 
 
 def pool_bytes(*caches: HybridCache) -> int:
