@@ -84,9 +84,9 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def pass_over_what_is_left() -> None:
-    """Garbage collections pass over what earlier files have left, too, mostly of compiled kernels, if that is much."""
+    """Garbage collections pass over what earlier tests have left, too, mostly of compiled kernels, if that is much."""
     young, collections, _ = gc.get_count()
     if young > 20_000 or collections:
         gc.collect()

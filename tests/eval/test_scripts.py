@@ -161,7 +161,7 @@ def test_every_way_gives_the_logits_of_transformers(tmp_path: Path, monkeypatch:
         "--contexts",
         "40,320",
         "--policy",
-        "scout:budget=192,block_size=16",
+        "scout:budget=192",
         "--steps",
         "2",
         "--rounds",
