@@ -100,8 +100,9 @@ $(VENV)/.serve: $(VENV)/.demo
 	$(INSTALL) -c $(CONSTRAINTS) -e '.[serve]'
 	touch $@
 
+# Two thirds of torch's modules are imported: their bytecode is made while pip is busy, not by each of pytest's workers.
 $(VENV)/.test: $(VENV)/.model pyproject.toml
-	$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m compileall -qq $(VENV)/lib/python*/site-packages/torch & $(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' && wait
 	touch $@ $(VENV)/.demo $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
