@@ -19,21 +19,7 @@ import numpy as np
 import torch
 from llvmlite import binding
 
-from hf_offload.cpu.launch import (
-    BLOCK_SIZES,
-    F32,
-    I32,
-    I64,
-    TAGS,
-    U8,
-    Array,
-    Launch,
-    cap_of,
-    jit,
-    kernel,
-    require,
-    tag_of,
-)
+from hf_offload.cpu.launch import BLOCK_SIZES, F32, I32, I64, TAGS, U8, Array, Launch, jit, kernel, require, tag_of
 from hf_offload.cpu.memory import address_of, copy_bytes, count_up, get, hold, next_task, put
 from hf_offload.cpu.simd.matrix_tiles import (
     add,
@@ -170,16 +156,16 @@ def add_values(
 
 
 @jit
-def finish_scores(scores: int, seen: int, scale: Any, cap: float, hidden: int) -> Any:
+def finish_scores(scores: int, seen: int, scale: Any, cap: Any, hidden: int) -> Any:
     """Cap, hide and mask a row's scores; return the largest, float32. A cap scales the scores, too.
 
     Args:
         scores: address of float32; those from `seen` on, up to a multiple of 16, become −inf.
-        scale: of the scores; cap: the softcap, or 0.
+        scale: of the scores; cap: the softcap, or None.
         hidden: address of 0 or −inf for each key, to be added to the scores; 0: none is hidden.
     """
     chunks = (seen + 15) // 16
-    if cap > 0.0:
+    if cap is not None:
         for i in range(chunks):
             store(scores + 64 * i, bend(load_f32(scores + 64 * i) * splat(np.float32(scale)), cap))
     if hidden != 0:
@@ -228,7 +214,7 @@ def weigh_row(pairs: Any, scores: int, weights: int, seen: int, count: int, fact
 
 @jit
 def weigh_rows(
-    pairs: Any, scores: int, weights: int, seen: Array, count: int, scale: Any, cap: float, hidden: int, factor: Any,
+    pairs: Any, scores: int, weights: int, seen: Array, count: int, scale: Any, cap: Any, hidden: int, factor: Any,
     rest: Any, peaks: int, masses: int, fades: int, tops: Array, row_sums: Array,
 ) -> None:  # fmt: skip
     """One step of online softmax for twelve rows.
@@ -282,7 +268,7 @@ def prefill_kernel(
     group: int,
     dim: int,
     scale: float,
-    cap: float,
+    cap: Any,
     sinks: Array,
     out: Array,
     lse: Array,
@@ -310,7 +296,7 @@ def prefill_kernel(
     key_rows, value_rows = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
     for address in range(zero, zero + line, 4):
         put(address, np.float32(0.0))
-    unit = 1.0 if cap > 0.0 else scale  # of scores and peaks, in logits
+    unit = 1.0 if cap is not None else scale  # of scores and peaks, in logits
     factor = np.float32(unit * _LOG2_E)
     rest = np.float32(unit * _LOG2_E / factor - 1.0)
     pieces = (queries + each - 1) // each
@@ -457,7 +443,7 @@ def prefill_attention(
     layouts = [(address, strides[:3]) for address, strides, _ in map(layout_of, (query, key, value))]
     args = (
         tag, pairs, *layouts, block_ptr, table, valid, block_size, cached, key.shape[2], fresh_first, position,
-        length, each, kv_heads, group, dim, float(scale), cap_of(softcap) or 0.0,
+        length, each, kv_heads, group, dim, float(scale), None if softcap is None else float(softcap),
         sinks, out.numpy(), lse.numpy(),
     )  # fmt: skip
     tasks = -(-length // each) * batch * kv_heads
