@@ -100,9 +100,10 @@ $(VENV)/.serve: $(VENV)/.demo
 	$(INSTALL) -c $(CONSTRAINTS) -e '.[serve]'
 	touch $@
 
-# Two thirds of torch's modules are imported: their bytecode is made while pip is busy, not by each of pytest's workers.
+# Most of torch and of what came with it is imported: its bytecode is made while pip is busy, not by each worker of pytest.
 $(VENV)/.test: $(VENV)/.model pyproject.toml
-	$(BIN)/python -m compileall -qq $(VENV)/lib/python*/site-packages/torch & $(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' && wait
+	(cd $(VENV)/lib/python*/site-packages && $(abspath $(BIN))/python -m compileall -qq torch sympy networkx mpmath) & \
+		$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' && wait
 	touch $@ $(VENV)/.demo $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
