@@ -103,7 +103,7 @@ $(VENV)/.serve: $(VENV)/.demo
 # Most of torch and of what came with it is imported: its bytecode is made while pip is busy, not by each worker of pytest.
 $(VENV)/.test: $(VENV)/.model pyproject.toml
 	(cd $(VENV)/lib/python*/site-packages && $(abspath $(BIN))/python -m compileall -qq torch sympy networkx mpmath) & \
-		$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]' && wait
+		$(INSTALL) -c $(CONSTRAINTS) -e '.[dev]'; installed=$$?; wait; exit $$installed
 	touch $@ $(VENV)/.demo $(VENV)/.serve
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
