@@ -125,7 +125,7 @@ def test_covering_budget_is_full_attention(
         assert name != "scout" or total["recalls"] > 0
 
 
-DRAWN = ("gpt_neox", "llama", "opt", "qwen3", "gemma3")
+QUICK_ORDER = ("gpt_neox", "llama", "opt", "qwen3", "gemma3")
 """An order in which it is groups of heads that draw pairs in the quick cases."""
 
 
@@ -134,7 +134,7 @@ DRAWN = ("gpt_neox", "llama", "opt", "qwen3", "gemma3")
     ("family", "batch"),
     [
         pytest.param(family, batch, marks=() if batch == 3 else pytest.mark.slow)
-        for family in sorted(FAMILIES, key=DRAWN.index)  # a new family has to be put in
+        for family in sorted(FAMILIES, key=QUICK_ORDER.index)  # a new family has to be put in
         for batch in (1, 3)
     ],
 )
